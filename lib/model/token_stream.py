@@ -35,8 +35,17 @@ StreamInputs = dict[str, Any]  # the inputs of lib/data/batch.py's Batch, which 
 
 
 def arrays_of(inputs: Mapping[str, int | np.ndarray]) -> StreamInputs:
-    """A batch's `inputs` on the device."""
-    return {name: mx.array(value) if isinstance(value, np.ndarray) else value for name, value in inputs.items()}
+    """A batch's `inputs` on the device. Of a ragged stream indices of nothing become 0, and masks say which they are:
+    made here they cost no kernels in the model. owned: int32 [b * K * T], as suffix_indices where that sequence gives
+    the token its output: the first of those that share it."""
+    given = dict(inputs)
+    if "suffix_indices" in given:
+        flat, uses = given["suffix_indices"].reshape(-1), given["suffix_uses"]
+        is_owned = (flat >= 0) & (uses[flat, 0] == np.arange(flat.size))
+        given |= {"suffix_indices": np.maximum(flat, 0).reshape(given["suffix_indices"].shape)}
+        given |= {"suffix_uses": np.maximum(uses, 0), "are_used": uses >= 0}
+        given |= {"owned": np.where(is_owned, flat, 0)[:, None], "are_owned": is_owned[:, None]}
+    return {name: mx.array(value) if isinstance(value, np.ndarray) else value for name, value in given.items()}
 
 
 def hidden_states(model: nn.Module, inputs: StreamInputs, window: int | None = None) -> mx.array:
@@ -94,6 +103,9 @@ class Window:
     size: int
 
 
+RAGGED = ("suffix_indices", "suffix_uses", "are_used", "owned", "are_owned")  # of `arrays_of`
+
+
 class Stream:
     """Passed to blocks as their cache: lays the stream out for attention. offset: int32 [N], the tokens' positions."""
 
@@ -103,14 +115,10 @@ class Stream:
     def __init__(self, inputs: StreamInputs, window: int | None = None):
         self.rows, self.completions, _ = inputs["mask"].shape
         self.offset, self.prefix, self.window = inputs["offsets"], inputs["prefix_length"], window
-        self.suffix_indices, self.suffix_uses = inputs.get("suffix_indices"), inputs.get("suffix_uses")  # if ragged
+        self.ragged = {name: inputs[name] for name in RAGGED if name in inputs}
         self.length = (self.offset.size - self.rows * self.prefix) // (self.rows * self.completions)
-        if self.suffix_indices is not None:
-            self.length = self.suffix_indices.shape[-1]
-            # A token that several sequences share takes its output from the first of them.
-            flat = self.suffix_indices = self.suffix_indices.reshape(-1)
-            first = mx.take(inputs["suffix_uses"][:, 0], mx.maximum(flat, 0)) == mx.arange(flat.size)
-            self.owned = mx.where(first, flat, -1)
+        if self.ragged:
+            self.length = self.ragged["suffix_indices"].shape[-1]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Window | None:
         return None if window_size is None else Window(window_size)
@@ -133,19 +141,22 @@ class Stream:
             out = local_attention(q, k, v, window, scale=scale, **options)
             return out.swapaxes(1, 2).flatten(0, 1)
 
-        is_ragged, outputs, prefixes = self.suffix_uses is not None, [], []
+        ragged, outputs, prefixes = self.ragged, [], []
         # Split, not sliced: their gradients are joined then, and not each padded to all of it and added.
         parts = [mx.split(x.squeeze(2), [self.rows * self.prefix]) for x in (queries, keys, values)]
         if self.prefix:
             prefixes = [x.reshape(self.rows, self.prefix, *x.shape[1:]).swapaxes(1, 2) for x, _ in parts]
             outputs.append(attention(*prefixes))
-        tails = [_move(x, self.suffix_indices, self.suffix_uses) if is_ragged else x for _, x in parts]
+        tails = [x for _, x in parts]
+        if ragged:
+            to_sequences = ragged["suffix_indices"].reshape(-1), ragged["suffix_uses"], ragged["are_used"]
+            tails = [_move(x, *to_sequences) for x in tails]
         tails = [x.reshape(-1, self.length, *x.shape[1:]).swapaxes(1, 2) for x in tails]
         if self.prefix:
             tails[1:] = [self._after_prefix(*both) for both in zip(prefixes[1:], tails[1:], strict=True)]
         suffixes = attention(*tails)
-        if self.suffix_uses is not None:
-            suffixes = _move(suffixes, self.suffix_uses[:, 0], self.owned[:, None])
+        if ragged:
+            suffixes = _move(suffixes, ragged["suffix_uses"][:, 0], ragged["owned"], ragged["are_owned"])
         outputs.append(suffixes)
         self.attended = mx.concatenate(outputs)[:, :, None]
         return self.attended
@@ -157,21 +168,20 @@ class Stream:
         return mx.concatenate([prefixes, tails], axis=3).flatten(0, 1)
 
 
-def _move(x: mx.array, index: mx.array, inverse: mx.array) -> mx.array:
-    """x[index] along the first axis (x[0] where the index is -1), whose gradient gathers as well, in a fixed order:
-    MLX would add it up atomically. inverse: [len(x), uses], where x's rows went; -1 for nowhere."""
+def _move(x: mx.array, index: mx.array, inverse: mx.array, are_used: mx.array) -> mx.array:
+    """x[index] along the first axis, whose gradient gathers as well, in a fixed order: MLX would add it up atomically.
+    inverse: [len(x), uses], where x's rows went, if `are_used`."""
 
     @mx.custom_function
     def move(x: mx.array) -> mx.array:
-        return mx.take(x, mx.maximum(index, 0), axis=0)
+        return mx.take(x, index, axis=0)
 
     @move.vjp
     def move_vjp(_: Any, cotangent: mx.array, __: Any) -> mx.array:
         shape = (-1,) + (1,) * (cotangent.ndim - 1)
         total = None
         for i in range(inverse.shape[1]):
-            source = inverse[:, i]
-            part = mx.where((source >= 0).reshape(shape), mx.take(cotangent, mx.maximum(source, 0), axis=0), 0)
+            part = mx.where(are_used[:, i].reshape(shape), mx.take(cotangent, inverse[:, i], axis=0), 0)
             total = part if total is None else total + part
         return total
 
@@ -238,16 +248,18 @@ def cannot_share_prompts(model: nn.Module) -> str | None:
 
 def _stream_fault(model: nn.Module) -> str | None:
     prompt, long, short = (np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((5, 3, 1)))
-    mask = mx.ones((1, 2, 1))
-    rows: StreamInputs = {"prefix_length": 0, "tokens": mx.array([*prompt, *long, *prompt, *short, 0, 0]), "mask": mask}
-    stream: StreamInputs = {
+    mask = np.ones((1, 2, 1))
+    rows = arrays_of({"prefix_length": 0, "tokens": np.array([*prompt, *long, *prompt, *short, 0, 0]), "mask": mask})
+    suffix_uses = [[0, 6], [1, 7], [2, 8], [3, -1], [4, -1], [5, -1], [9, -1]]
+    shared = {
         "prefix_length": 2,
-        "tokens": mx.array([*prompt, *long, *short]),
-        "offsets": mx.array([0, 1, 2, 3, 4, 5, 6, 7, 5]),
-        "suffix_indices": mx.array([[[0, 1, 2, 3, 4, 5], [0, 1, 2, 6, -1, -1]]]),
-        "suffix_uses": mx.array([[0, 6], [1, 7], [2, 8], [3, -1], [4, -1], [5, -1], [9, -1]]),
+        "tokens": np.array([*prompt, *long, *short]),
+        "offsets": np.array([0, 1, 2, 3, 4, 5, 6, 7, 5], np.int32),
+        "suffix_indices": np.array([[[0, 1, 2, 3, 4, 5], [0, 1, 2, 6, -1, -1]]], np.int32),
+        "suffix_uses": np.array(suffix_uses, np.int32),
         "mask": mask,
     }
+    stream = arrays_of(shared)
     layout, scored, tolerance = layout_of(model), mx.array([4, 5, 4, 8, 0]), rounding_tolerance(model)
     stage = layout.stage
 

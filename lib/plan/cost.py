@@ -48,7 +48,7 @@ class Work:
     trained: int  # distinct rows of the training data that the steps take
     held_out: int  # rows, at each evaluation
     evaluations: int
-    answer_tokens: int  # generated one after another at each evaluation: batches of answers times their length
+    answer_tokens: int  # generated one after another in all: batches of answers times their length
     asks_reference: bool
 
 
@@ -78,7 +78,7 @@ def pace_of(plan: ClusterPlan, method: str, device: Device, tried: float | None,
 def outlook(pace: Pace, work: Work, device: Device) -> dict[str, float]:
     """Seconds of a run's parts: start, training, reference and evaluation. The reference is asked once for each row."""
     asked = work.held_out + (0 if pace.asks_reference else work.trained)
-    evaluation = work.evaluations * (work.held_out * pace.row + work.answer_tokens * pace.answer_token)
+    evaluation = work.evaluations * work.held_out * pace.row + work.answer_tokens * pace.answer_token
     parts = {"start": START_SECONDS[device], "training": work.steps * pace.step}
     return {**parts, "reference": work.asks_reference * asked * pace.row, "evaluation": evaluation}
 

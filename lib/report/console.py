@@ -19,6 +19,7 @@ from rich.text import Text
 from lib.config import read_file
 from lib.config.settings import Config, CostSettings, MetalSettings
 from lib.distributed.world import World
+from lib.evaluate.evaluator import ANSWER_TOKENS, SAMPLE_TOKENS
 from lib.plan.cost import Pace, Work, hosts_cost, memory_text, outlook
 from lib.plan.plan import ClusterPlan
 from lib.plan.plan_warnings import long_warm_up, uneven_labels
@@ -262,13 +263,17 @@ def _warnings(config: Config, plan: ClusterPlan, inputs: Inputs, steps: int) -> 
 def expected(config: Config, inputs: Inputs, plan: ClusterPlan, pace: Pace | None) -> str:
     """The run's whole wall time by its parts, and the fullest rank's memory; of a run of rounds the memory alone."""
     evaluate, data, steps = config.evaluate, inputs.data, config.steps_over(len(inputs.data))
-    batches = -(-min(len(inputs.questions), evaluate.answers_limit) // evaluate.batch_size)
+    evaluations, questions = 1 + -(-steps // (evaluate.every or steps or 1)), len(inputs.questions)
+    batches = -(-min(questions, evaluate.answers_limit) // evaluate.batch_size)
+    answer_tokens = evaluations * batches * min(evaluate.max_tokens, float(data.lengths.mean()))
+    if evaluate.samples and inputs.tokenizer is not None:  # before and after training
+        answer_tokens += 2 * (ANSWER_TOKENS if questions else SAMPLE_TOKENS)
     work = Work(
         steps=steps,
         trained=min(len(data), steps * config.train.global_batch_size),
         held_out=len(inputs.valid) if inputs.valid is not None else 0,
-        evaluations=1 + -(-steps // (evaluate.every or steps or 1)),
-        answer_tokens=round(batches * min(evaluate.max_tokens, float(data.lengths.mean()))),
+        evaluations=evaluations,
+        answer_tokens=round(answer_tokens),
         asks_reference=needs_reference(config.train),
     )
     memory, text = memory_text(plan), ""

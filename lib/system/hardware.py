@@ -206,6 +206,6 @@ def choose_threads(stored: int | None, is_alone: bool, may_measure: bool) -> int
         for count in (1, cores) * THREAD_LOOKS:
             mpi_and_blas.set_blas_threads(count)
             rates[count].append(quick_gflops(THREAD_LOOK_SECONDS))
-        threads = cores if min(rates[cores]) > THREADS_WORTH * max(rates[1]) else 1
+        threads = cores if max(rates[cores]) > THREADS_WORTH * max(rates[1]) else 1  # others only slow a look
     mpi_and_blas.set_blas_threads(threads)
     return threads

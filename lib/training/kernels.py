@@ -195,7 +195,8 @@ def head(step: Step, batch: Batch) -> None:
             squares = [figures.square().sum() for figures in figures_of(step.train, step.model, inputs)]
             return sum(squares, mx.array(0.0))
 
-    states = mx.contiguous(hidden_states(step.model, inputs))
+    of_blocks = hidden_states(step.model, inputs)  # not evaluated: its kernels are those of `blocks`
+    states = mx.contiguous(mx.ones(of_blocks.shape, of_blocks.dtype))
     mx.eval(mx.compile(mx.value_and_grad(of_states), inputs=[step.model.state])(states))
 
 
