@@ -56,7 +56,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
     from lib.evaluate.evaluator import Evaluator
     from lib.report import console, run_report
     from lib.rollouts import rounds
-    from lib.training import inputs, kernels, reference_model, run_facts
+    from lib.training import inputs, reference_model, run_facts
     from lib.training.run import TrainingLoop
 
     tried = run_facts.trial_step_seconds(config, world, train) if measure else None
@@ -68,28 +68,27 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
     with contextlib.closing(run):  # frees its folder, whatever ends it
         run.counted_until = launched
 
-        with kernels.compiled(config, run.inputs.data, world, run.hosts, say.line):  # beside what comes before steps
-            # Reference: the policy before training, or another model.
-            facts = config, run.model, run.inputs, run.world, run.plan.shares, run.layout
-            references = reference_model.of_run(*facts, say.counting)
-            run.asked_reference = references.asked
+        # Reference: the policy before training, or another model.
+        facts = config, run.model, run.inputs, run.world, run.plan.shares, run.layout
+        references = reference_model.of_run(*facts, say.counting)
+        run.asked_reference = references.asked
 
-            # Resume: weights, optimizer, position and counters of the last good checkpoint.
-            if resume:
-                run.resume()
-            run.record_start(resume)
-            say.record_in(run.tracker, run.progress.step, each_rank=run.local_sgd is not None)
+        # Resume: weights, optimizer, position and counters of the last good checkpoint.
+        if resume:
+            run.resume()
+        run.record_start(resume)
+        say.record_in(run.tracker, run.progress.step, each_rank=run.local_sgd is not None)
 
-            evaluator = Evaluator(run, references.valid)
-            if config.rollouts.rounds:  # which evaluate, and train, by themselves
-                loop = rounds.train(run, evaluator)
-            else:
-                loop = TrainingLoop(run, references.data, evaluator)
-                if run.is_new:
-                    loop.evaluate_before()
-                    evaluator.show("before")
-        if not config.rollouts.rounds:
-            loop.train()  # once in a while the model is evaluated, and a checkpoint is written
+        # Training: once in a while the model is evaluated, and a checkpoint is written.
+        evaluator = Evaluator(run, references.valid)
+        if config.rollouts.rounds:
+            loop = rounds.train(run, evaluator)
+        else:
+            loop = TrainingLoop(run, references.data, evaluator)
+            if run.is_new:
+                loop.evaluate_before()
+                evaluator.show("before")
+            loop.train()
         evaluator.show("after")
 
         # Finish: the adapter where mlx-lm finds it, the figures, the curves.

@@ -249,11 +249,13 @@ def cannot_share_prompts(model: nn.Module) -> str | None:
 def _stream_fault(model: nn.Module) -> str | None:
     prompt, long, short = (np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((5, 3, 1)))
     mask = np.ones((1, 2, 1))
-    rows = arrays_of({"prefix_length": 0, "tokens": np.array([*prompt, *long, *prompt, *short, 0, 0]), "mask": mask})
+    rows = arrays_of(
+        {"prefix_length": 0, "tokens": np.array([*prompt, *long, *prompt, *short, 0, 0], np.int32), "mask": mask}
+    )
     suffix_uses = [[0, 6], [1, 7], [2, 8], [3, -1], [4, -1], [5, -1], [9, -1]]
     shared = {
         "prefix_length": 2,
-        "tokens": np.array([*prompt, *long, *short]),
+        "tokens": np.array([*prompt, *long, *short], np.int32),
         "offsets": np.array([0, 1, 2, 3, 4, 5, 6, 7, 5], np.int32),
         "suffix_indices": np.array([[[0, 1, 2, 3, 4, 5], [0, 1, 2, 6, -1, -1]]], np.int32),
         "suffix_uses": np.array(suffix_uses, np.int32),

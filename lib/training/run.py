@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from lib.system.hardware import gflops, provenance
 from lib.system.out_of_memory import OutOfMemory
 from lib.system.records import Arithmetic, PerformanceTracker
 from lib.system.terminal import Terminal
-from lib.training import checkpoint, divided_world, reference_model
+from lib.training import checkpoint, divided_world, kernels, reference_model
 from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, Snapshot
 from lib.training.divided_world import InStages
 from lib.training.inputs import Inputs
@@ -67,6 +68,7 @@ class TrainingRun:
     optimizer: optim.Optimizer
     layout: Layout
     say: Terminal
+    compiling: contextlib.ExitStack  # a new GPU's kernels, until the first step
 
     def __post_init__(self) -> None:
         config, world, plan, data = self.config, self.world, self.plan, self.inputs.data
@@ -126,6 +128,7 @@ class TrainingRun:
 
     def close(self) -> None:
         """Frees the run's folder, once its last checkpoint is whole."""
+        self.compiling.__exit__(*sys.exc_info())  # after an error nothing waits for it
         self.writer.wait()
         if self.lock is not None:
             self.lock.close()
@@ -252,15 +255,17 @@ def open_run(
     config: Config, world: World, hosts: list[str], inputs: Inputs, plan: ClusterPlan, model: nn.Module, say: Terminal
 ) -> TrainingRun:
     """A run of a loaded model, which is divided where the plan says so; AgreedError where ranks have unlike models."""
-    with world.agreeing("making the optimizer"):
-        optimizer = make_optimizer(config.train)
-    world = divided_world.divided(model, plan.division or plan.blocks or None, world, keeps_wired=True)
-    layout = reference_model.layout(model, config.data, world)
-    if layout.why_not:
-        say.line(f"prompts run once for each completion: {layout.why_not}")
-    world.require_equal("model files", load.fingerprint(config.model, config.train.seed))
-    world.require_equal("initial weights", adapter_files.digest(world.replicated(adapter_files.trainable(model))))
-    return TrainingRun(config, world, hosts, inputs, plan, model, optimizer, layout, say)
+    with contextlib.ExitStack() as compiling:
+        compiling.enter_context(kernels.compiled(config, inputs.data, world, hosts, say.line))
+        with world.agreeing("making the optimizer"):
+            optimizer = make_optimizer(config.train)
+        world = divided_world.divided(model, plan.division or plan.blocks or None, world, keeps_wired=True)
+        layout = reference_model.layout(model, config.data, world)
+        if layout.why_not:
+            say.line(f"prompts run once for each completion: {layout.why_not}")
+        world.require_equal("model files", load.fingerprint(config.model, config.train.seed))
+        world.require_equal("initial weights", adapter_files.digest(world.replicated(adapter_files.trainable(model))))
+        return TrainingRun(config, world, hosts, inputs, plan, model, optimizer, layout, say, compiling.pop_all())
 
 
 # ---- One step, until it is done: once more where it is not finite, with half the batch where memory runs out ---------
@@ -485,6 +490,7 @@ class TrainingLoop:
     def train(self) -> None:
         """Trains until the run's last step, or until evaluations improve no more; leaves the final weights."""
         run = self.run
+        run.compiling.close()
         if run.is_over:
             self.latest = self.evaluate()
         else:
