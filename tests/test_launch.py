@@ -59,7 +59,7 @@ def test_a_resumed_run_keeps_its_settings_and_plans_again_for_another_world() ->
     )
 
 
-# Runs train.py; under jaccl it imitates it over MLX's ring, until a checkpoint is there, when the link dies.
+# Runs train.py; under jaccl it imitates it over MLX's ring, until step 20 is saved, when RDMA crashes.
 IMITATION = f"""
 import json, os, runpy, sys, threading, time
 from pathlib import Path
@@ -71,8 +71,8 @@ if os.environ.pop("MLX_IBV_DEVICES", None):
     os.environ["MLX_HOSTFILE"] = str(file)
     run = next(Path(word[8:]) for word in sys.argv if word.startswith("run.dir=")) / "rdma"
     def die():
-        while not list(run.glob("checkpoints/step-*4")): time.sleep(0.01)
-        os._exit(1)
+        while not list(run.glob("checkpoints/step-*20")): time.sleep(0.01)
+        os.abort()
     threading.Thread(target=die, daemon=True).start()
 sys.argv[0] = {str(ROOT / "train.py")!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -85,7 +85,7 @@ def test_rdma_that_is_not_there_or_dies_ends_on_ring_with_the_same_weights(tmp_p
     other = {"ssh": socket.gethostname(), "ips": ["127.0.0.1"], "rdma": ["rdma_en5", None]}
     (tmp_path / "hosts.json").write_text(json.dumps([own, other]))
     (tmp_path / "train.py").write_text(IMITATION)
-    settings = [*tiny.settings(tmp_path), "train.steps=12", "checkpoint.every=4", "strategy=synchronous"]
+    settings = [*tiny.settings(tmp_path), "train.steps=24", "checkpoint.every=4", "strategy=synchronous"]
     settings += ["--config", str(tiny.config_file(tmp_path))]
     words = ["--hostfile", str(tmp_path / "hosts.json"), "--no-preflight", "--backend"]
     port, script = ["--starting-port", "32523"], str(tmp_path / "train.py")

@@ -42,6 +42,8 @@ AGREED_SECONDS = 2.0  # that the other ranks have to end by themselves where one
 SILENT_TIMES = 3.0  # a rank ends where its launcher was silent for so many times --silent-seconds
 PROBE_SECONDS = 8.0
 NO_ANSWER_SECONDS = 120.0  # while no host answers, which may be the network of this machine
+# Ends that say nothing of RDMA; a crash, as MLX has where an RDMA device fails under it, does.
+KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAC_RESTARTS = 3  # by default where a host is a Mac: a lit display may end a rank at any time (lib/system/metal.py)
 MPI_TAG = re.compile(r"\[[^\]]*?,(\d+)\]<(?:stdout|stderr)>: ?")
 MPI_FAILED = re.compile(r"process rank (\d+) with PID|Process name: \[[^\]]*,(\d+)\]")  # in mpirun's last words
@@ -274,8 +276,8 @@ def supervise(
             return outcome.status
         if restarts is None:
             restarts = MAC_RESTARTS if outcome.has_mac and here is None else 0
-        is_signal = outcome.status >= 128 or outcome.kind in ("refused", "lost")
-        if here is None and job.backend in RDMA_BACKENDS and not is_signal:
+        is_killed = outcome.status - 128 in KILLS or outcome.kind in ("refused", "lost")
+        if here is None and job.backend in RDMA_BACKENDS and not is_killed:
             console.note(f"{job.backend} failed: this run goes on over ring")
             job, restarts = replace(job, backend="ring"), restarts + 1
         hosts: tuple[Host, ...] = ()
