@@ -109,6 +109,9 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
     from lib.training import checkpoint, inputs, run, run_facts, trial
 
     folder = Path(config.run.dir) / str(config.run.name)
+    if not (resume or dry_run):
+        with world.agreeing(f"opening {folder}"):
+            checkpoint.require_free(folder)
 
     # Data: every rank reads it, and all make sure that they read the same.
     with world.agreeing("reading the data"), say.doing("reading the data"):

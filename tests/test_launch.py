@@ -32,6 +32,9 @@ def test_words_before_the_script_are_the_launchers() -> None:
         (["--hosts", "a", "--hostfile", "b"], "give --hostfile FILE or --hosts A,B"),
         (["--hosts", "a", "--starting-port", "80"], "--starting-port 80 is not in 1024 to 65000"),
         (["--hosts", "a", "--role", "primary", "--max-restarts", "1"], "--max-restarts needs ssh"),
+        (["--hosts", "a", "--max-restarts", "-1"], "--max-restarts -1 is below 0"),
+        (["--hosts", "a", "--silent-seconds", "0"], "--silent-seconds 0 is not above 0"),
+        (["--hosts", "a", "--wedged-seconds", "nan"], "--wedged-seconds nan is not above 0"),
         (["--hosts", "a", "word"], "the command comes after --"),
     ],
 )

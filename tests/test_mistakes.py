@@ -146,7 +146,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "model.blocks=99", "model.blocks=99, but .* has 2 blocks"),
     ("train.py", "model.dropout=0.1 model.gradient_checkpointing=true", "wrong gradients"),
     # Runs
-    ("train.py", "run.name=done", "already holds a run; go on with it by --resume"),
+    ("train.py", "run.name=done data.train={d}/bad.jsonl", "already holds a run; go on with it by --resume"),
     ("train.py", "run.dir={d} run.name=model", "model exists and is not a run: it holds config.json; give another"),
     ("train.py", "run.dir={d}/train.jsonl", "Not a directory"),
     ("train.py", "run.dir=/proc/nowhere", "/proc/nowhere: "),

@@ -16,6 +16,7 @@ import contextlib
 import difflib
 import hashlib
 import hmac
+import math
 import secrets
 import signal
 import sys
@@ -98,6 +99,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise UserError("give --hostfile FILE or --hosts A,B (one of them); hostfile.example shows a file")
     if not 1024 <= options.starting_port <= 65000:
         raise UserError(f"--starting-port {options.starting_port} is not in 1024 to 65000")
+    if (options.max_restarts or 0) < 0:
+        raise UserError(f"--max-restarts {options.max_restarts} is below 0")
+    for name in ("silent", "wedged"):
+        if not 0 < (seconds := getattr(options, f"{name}_seconds")) < math.inf:
+            raise UserError(f"--{name}-seconds {seconds:g} is not above 0")
     if options.role and options.max_restarts:
         raise UserError("--max-restarts needs ssh, to start all machines again; with --role start them again by hand")
     return options

@@ -168,6 +168,8 @@ def open_run(
 
 def require_free(folder: Path) -> None:
     """Makes sure that a new run writes over no run and no files of another kind; else UserError."""
+    if not folder.is_dir():
+        return
     if (folder / "config.yaml").exists():
         remedy = f"go on with it by --resume {folder}, or give another run.name"
         raise UserError(f"run folder {folder} already holds a run; {remedy}")
