@@ -16,13 +16,14 @@ PYTHONS = $(or $(PYTHON),python3 $(NAMES) $(foreach folder,$(FOLDERS),$(wildcard
 PYTEST = pytest -n 4 --dist loadfile --no-loadscope-reorder
 MPI_PYTEST = $(BIN)/python -m pytest -x -p no:cacheprovider
 
-.PHONY: help setup train test test-long launch preflight calibrate doctor serve dashboard bench lint coverage docs mutation clean
+.PHONY: help setup train test test-long launch preflight calibrate doctor verdict serve dashboard bench lint coverage docs mutation clean
 
 help:
 	@echo "make setup        install what is needed into .venv (EXTRA=cpu, metal or cuda; PYTHON=/path/to/python)"
 	@echo "make train        train the quickstart, offline, in about two minutes"
 	@echo "make test         the tests, in eight minutes on two cores; make test-long: those that take longer"
 	@echo "make doctor       try this machine part by part"
+	@echo "make verdict      what works here and how fast it is, in ten minutes: one page, MODEL=folder, HOSTS=hostfile"
 	@echo "make preflight    check the machines of HOSTS=hostfile; starts nothing"
 	@echo "make calibrate    measure this machine, or those of HOSTS=hostfile"
 	@echo "make launch       train on the machines of HOSTS=hostfile"
@@ -80,6 +81,10 @@ calibrate: setup
 # Can this machine train? A page to attach to a report; ARGS="--json" for programs.
 doctor: setup
 	$(BIN)/python -m lib.launch.preflight $(ARGS)
+
+# What works here, and how fast it is: a page without names, for an issue. Nothing is sent anywhere.
+verdict: setup
+	$(BIN)/python -m lib.launch.verdict $(if $(MODEL),--model "$(MODEL)") $(if $(HOSTS),--hosts $(HOSTS)) $(ARGS)
 
 # make serve RUN=runs/NAME ARGS="serve.port=8081 serve.keys=keys"; docs/serving.md
 serve: setup

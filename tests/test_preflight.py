@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import socket
@@ -12,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from lib.launch import preflight
+from lib.errors import UserError
+from lib.launch import preflight, verdict
 from lib.launch.hostfile import Host
 from lib.launch.job import Job
 from lib.launch.preflight import Finding, Request
+from lib.system import network
 from lib.system.os_commands import Completed
 from tests.tiny import ROOT
 
@@ -118,3 +121,36 @@ def test_the_doctor_tries_this_machine() -> None:
     assert done.returncode == 0 and done.stdout.rstrip().endswith("training can run here"), done
     for check in ("packages", "compute", "memory", "disk", "mpi", "ring"):
         assert re.search(rf"^  {check} +(ok|note) ", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_a_verdict_says_what_works_and_names_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_: verdict.Trials) -> str:
+        raise UserError(
+            f"[1 mac-b] ada@mac-b: {ROOT}/lib/x.py, ~/data, 10.0.0.2:32323, fe80::1:2:3:4, /Users/ada ended"
+        )
+
+    def left_out(_: verdict.Trials) -> str:
+        raise verdict.LeftOut("not a Mac")
+
+    parts = [("fine", lambda _: "7 pairs/s"), ("broken", fails), ("missing", left_out), ("link", verdict.link)]
+    monkeypatch.setattr(verdict, "parts", lambda: iter(parts))
+    monkeypatch.setattr(verdict, "own_names", lambda _: ["mac-b", "ada"])
+    assert verdict.main(["--folder", str(tmp_path)]) == 1
+    (page,) = tmp_path.glob("verdict-*.txt")
+    text, found = page.read_text(), json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["status"] for row in found["rows"]] == ["works", "fails", "left out", "works"], text
+    assert "[1 NAME] ADDRESS PATH, PATH, ADDRESS, ADDRESS, PATH ended" in text
+    assert not re.search(rf"\b(mac-b|ada|{network.own_name()})\b|{ROOT}|{tmp_path}", text), text
+    assert "ring adds up over 2 ranks: 1 MiB in" in text and "2 work, 1 fail, 1 left out" in text
+
+
+@pytest.mark.long
+def test_a_verdict_compares_ranks_attention_and_memory(tmp_path: Path) -> None:
+    trials = verdict.Trials(tmp_path)
+    for part, says in ((verdict.attention, "gradients differ by"), (lambda of: verdict.ring(of, "sharded"), "2 ranks")):
+        assert says in part(trials)
+    assert "by the formula" in verdict.curve_of(trials, 64, 2, 64)
+    with pytest.raises(UserError, match="more than the formula"):
+        verdict.of_formula(2, 1)

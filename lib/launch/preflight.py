@@ -217,7 +217,7 @@ def check_ports(request: Request) -> Finding:
 
 def check_compute(request: Request) -> Finding:
     """MLX in a process of its own, which alone ends where it crashes or hangs."""
-    done, why = _run(["-m", "lib.launch.preflight", "compute"], 120)
+    done, why = run_python(["-m", "lib.launch.preflight", "compute"], 120)
     if done.status != 0:
         return Finding("failed", why or f"MLX ended with status {done.status}", SETUP)
     device, name, gflops = json.loads(done.output.splitlines()[-1])
@@ -239,7 +239,7 @@ def sum_of_two(request: Request, backend: str) -> Finding:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = min(probe.getsockname()[1], 64_000)
     words = ["launch", "--hosts", "localhost:2", "--no-preflight", "--backend", backend, "--starting-port", str(port)]
-    done, why = _run([*words, "--", "-m", "lib.launch.preflight", "sum", "2"], 60)
+    done, why = run_python([*words, "--", "-m", "lib.launch.preflight", "sum", "2"], 60)
     note = "./launch uses ring, not MPI" if backend == "mpi" else "is a firewall on"
     return Finding("failed", why or "no answer", SETUP, note) if done.status else Finding("ok", "two ranks added up")
 
@@ -252,11 +252,11 @@ OF_A_HOST = ("project", "packages", "files", "memory", "disk", "ports")
 NEEDED = ("packages", "compute", "memory", "disk")  # for training on this machine alone
 
 
-def _run(words: Sequence[str], limit_seconds: float) -> tuple[os_commands.Completed, str]:
+def run_python(words: Sequence[str], limit_seconds: float) -> tuple[os_commands.Completed, str]:
     """Runs Python: how it ended, and the line of its output that says why it failed."""
     done = os_commands.run([sys.executable, *words], limit_seconds, ROOT)
     lines = [line.strip() for line in f"{done.output}\n{done.errors}".splitlines() if line.strip(" -=*\t")]
-    errors = [line for line in lines if re.search(r"\b(\w*Error|error|warning|fatal)\b:? ", line)]
+    errors = [line for line in lines if re.search(r"\b(\w*Error|error|warning|fatal|failed|FAILED)\b:? ", line)]
     return done, (errors or lines or [""])[-1]
 
 
