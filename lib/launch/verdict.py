@@ -12,6 +12,7 @@ status: 0 if everything worked, 1 if something did not.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import socket
 import statistics
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +40,7 @@ from lib.plan.memory import MemoryModel, Rows, Training
 from lib.system import hardware, mpi_and_blas, network, os_commands, terminal
 from lib.system.records import read_records
 
+WIDTH = 110  # of the page
 LIMIT_SECONDS = 590.0  # of all parts together
 TESTS = ("tests/test_losses.py", "tests/test_step.py", "tests/test_forward.py", "tests/test_long_rows.py")
 SHAPES = ((128, 4, 256), (256, 4, 256), (256, 4, 1024))  # hidden size, blocks, tokens of a sequence
@@ -49,7 +52,9 @@ ATTENTION = (1, 8, 4096, 64)  # sequences, heads, positions, numbers of a head
 ATTENTION_DIFFERS = {"float32": 1e-4, "bfloat16": 2e-2}
 KNOWN_TOKENS = 2048
 # Published tokens/s of LoRA on one row of 2,048 tokens: (type, hidden size, blocks, bits): figure, its source.
-KNOWN = {("qwen3", 4096, 36, 4): "97.8 on an M1 Max by mlx-train-perf's README (Qwen3-8B-4bit)"}
+KNOWN: dict[tuple[object, ...], str] = {
+    ("qwen3", 4096, 36, 4): "97.8 on an M1 Max by mlx-train-perf's README (Qwen3-8B-4bit)"
+}
 
 
 class LeftOut(Exception):
@@ -153,7 +158,7 @@ def memory(trials: Trials) -> str:
 
 def of_formula(peak: int, planned: int) -> str:
     """A peak of memory beside the formula's. Raises UserError: a plan would not have foreseen it."""
-    text = f"peak {terminal.size_text(peak)} of {terminal.size_text(planned)} by the formula, {peak / planned:.2f}"
+    text = f"peak {terminal.size_text(peak)}, by the formula {terminal.size_text(planned)} ({peak / planned:.2f})"
     if peak > 1.25 * planned:
         raise UserError(f"{text}: more than the formula allows")
     return text
@@ -175,7 +180,7 @@ def curve_of(trials: Trials, hidden: int, blocks: int, tokens: int) -> str:
     planned = MemoryModel(model_shape_of(shape, "float32" if device == "cpu" else None), Training(), rows)
     speed = f"{found['pairs_per_second']:.3g} pairs/s in micro-batches of {found['optimal_batch_size']}"
     peak = of_formula(point["peak_memory_bytes"], planned.bytes(point["batch_size"], device).total)
-    return f"{speed}; of {point['batch_size']}: {peak}"
+    return f"Llama of {blocks} blocks of {hidden}, {tokens:,} tokens: {speed}; of {point['batch_size']}: {peak}"
 
 
 def link(trials: Trials) -> str:
@@ -212,7 +217,8 @@ def weights_differ(one: Path, other: Path) -> float:
 
     loaded = (mx.load(str(run / "adapters.safetensors")) for run in (one, other))
     first, second = ({name: np.array(array) for name, array in arrays.items()} for arrays in loaded)
-    return max(float(np.linalg.norm(first[name] - second[name]) / np.linalg.norm(first[name])) for name in first)
+    norms = {name: max(float(np.linalg.norm(array)), 1e-12) for name, array in first.items()}
+    return max(float(np.linalg.norm(first[name] - second[name])) / norms[name] for name in first)
 
 
 def attention(trials: Trials) -> str:
@@ -278,21 +284,20 @@ def known_figure(trials: Trials) -> str:
     trials.train("known", *words)
     rate = KNOWN_TOKENS / statistics.median(step["step_seconds"] for step in trials.steps_of("known")[1:])
     model = f"{facts[0]} of {facts[2]} blocks of {facts[1]}" + (f" in {bits} bits" if bits else "")
-    return f"{model}, LoRA, rows of {KNOWN_TOKENS:,}: {rate:.1f} tokens/s; " + (
-        f"published: {KNOWN[(*facts, bits)]}" if (*facts, bits) in KNOWN else "no figure is published"
-    )
+    known = f"published: {KNOWN[(*facts, bits)]}" if (*facts, bits) in KNOWN else "no figure is published"
+    return f"{model}, LoRA, rows of {KNOWN_TOKENS:,}: {rate:.1f} tokens/s; {known}"
 
 
 def parts() -> Iterator[tuple[str, Callable[[Trials], str]]]:
     """Name and part, in the page's order."""
     yield from (("doctor", doctor), ("wired limit", wired_limit), ("numerics", numerics))
     yield from (("quickstart", quickstart), ("memory", memory), ("attention", attention), ("link", link))
-    for strategy in ("synchronous", "sharded", "pipelined"):
-        yield f"ring, {strategy}", lambda trials, strategy=strategy: ring(trials, strategy)
-    for shape in SHAPES:
-        name = f"Llama {shape[0]} x {shape[1]}, {shape[2]:,}"
-        yield name, lambda trials, shape=shape: curve_of(trials, *shape)
+    ways = ("synchronous", "sharded", "pipelined")
+    yield from ((f"ring, {way}", functools.partial(ring, strategy=way)) for way in ways)
     yield "known figure", known_figure
+    for hidden, blocks, tokens in SHAPES:
+        part = functools.partial(curve_of, hidden=hidden, blocks=blocks, tokens=tokens)
+        yield "calibration", part
 
 
 # ---- The page
@@ -344,7 +349,9 @@ def judge(trials: Trials, names: Sequence[str], say: Callable[[str], None]) -> l
             status, text = "fails", without_names(str(error) or type(error).__name__, names)
         seconds = time.monotonic() - began
         rows.append({"part": name, "status": status, "text": text})
-        say(f"{status:<9} {name:<20} {text}" + (f"  [{seconds:.0f} s]" if seconds >= 1 else ""))
+        text += f"  [{seconds:.0f} s]" if seconds >= 1 else ""
+        lead = f"{status:<9} {name:<18} "
+        say(textwrap.fill(lead + text, WIDTH, subsequent_indent=" " * len(lead), break_on_hyphens=False))
     return rows
 
 
