@@ -20,7 +20,7 @@ from lib.distributed.links import Links
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.export import command
-from lib.model import adapter_files, adapters, token_stream
+from lib.model import adapter_files, adapters, patches, token_stream
 from lib.model import load as load_module
 from lib.model.checkpointing import checkpoint_blocks
 from lib.model.layout import layout_of
@@ -170,6 +170,11 @@ def convolve(x: mx.array, weight: mx.array, *_: Any) -> mx.array:
     return sum(x[:, i : i + length] * weight[:, i, 0] for i in range(weight.shape[1]))
 
 
+def undo_gated_delta_rule(model: nn.Module) -> None:
+    """mlx-lm's loop, in every file that had it."""
+    patches._replace_function(model, "gated_delta_update", patches._gated_delta_or_loop, patches._gated_delta)
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "gpt_oss", "qwen3_moe", "deepseek_v3", "glm4_moe"])
 def test_gradients_are_those_of_whole_rows_in_float64(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
@@ -183,6 +188,7 @@ def test_gradients_are_those_of_whole_rows_in_float64(
     assert any(name.count(".experts.") + name.count(".switch_mlp.") for name in found) == (family != "qwen3_5")
 
     settings = ModelSettings(path=str(path))
+    monkeypatch.setattr(load_module, "use_gated_delta_rule", undo_gated_delta_rule)
     whole = load_module.load(settings, 0)
     whole.freeze()
     linear_to_lora_layers(whole, len(whole.layers), {"rank": settings.rank, "scale": settings.scale, "dropout": 0.0})

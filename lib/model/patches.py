@@ -4,9 +4,11 @@
   tokens, rows that share prompts) gets queries, keys and values. Until mlx-lm takes an attention object.
 - `swiglu` of that file: MLX keeps four arrays as wide as the MLP for the backward pass, ours two; on a CPU it makes one
   exponential instead of three. Until MLX has a fused SwiGLU with a backward kernel.
+- `gated_delta_update` of that file: mlx-lm trains token by token (mlx-lm#1206), we by MLX's kernel or by chunks. Until
+  mlx-lm trains by either.
 
-Read with mlx-lm 0.32.2; tests/test_forward.py holds both against the originals. All else is modules of a model's own
-tree, replaced by others of derived classes (`replace_modules`).
+Read with mlx-lm 0.32.2; tests/test_forward.py and tests/test_families.py hold them to the originals. All else is modules
+of a model's own tree, replaced by others of derived classes (`replace_modules`).
 """
 
 from __future__ import annotations
@@ -18,10 +20,16 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import activations, base
+from mlx_lm.models import activations, base, gated_delta
 
-PATCHED = ("scaled_dot_product_attention", "swiglu")  # names in the model's file
-_attention, _swiglu = base.scaled_dot_product_attention, activations.swiglu
+from lib.model.gated_delta import gated_delta_rule
+
+PATCHED = ("scaled_dot_product_attention", "swiglu", "gated_delta_update")  # names in the model's file
+_attention, _swiglu, _gated_delta = (
+    base.scaled_dot_product_attention,
+    activations.swiglu,
+    gated_delta.gated_delta_update,
+)
 
 
 def derived(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
@@ -74,7 +82,7 @@ def replace_modules(model: nn.Module, replacement: Callable[[nn.Module], nn.Modu
 def _replace_function(model: nn.Module, name: str, plain: Any, ours: Any) -> None:
     """In the Python modules in which the classes of a model were written."""
     files = {sys.modules[kind.__module__] for part in model.modules() for kind in type(part).__mro__[:-1]}
-    for file in files - {base, activations}:
+    for file in files - {base, activations, gated_delta}:
         if vars(file).get(name) is plain:
             vars(file)[name] = ours
 
@@ -92,6 +100,28 @@ def _attention_or_cache(
         return _attention(queries, keys, values, cache, *args, **options)
     options |= dict(zip(("scale", "mask"), args, strict=False))  # gpt_oss hands scale on by position
     return cache.attend(queries, keys, values, **options)
+
+
+def use_gated_delta_rule(model: nn.Module) -> None:
+    """Lets the model's family use `gated_delta_rule` where mlx-lm would run its loop over more than a token."""
+    _replace_function(model, "gated_delta_update", _gated_delta, _gated_delta_or_loop)
+
+
+@functools.wraps(_gated_delta)
+def _gated_delta_or_loop(
+    q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, *others: Any, **options: Any
+) -> tuple[mx.array, mx.array]:
+    options |= dict(zip(("A_log", "dt_bias", "state", "mask"), others, strict=False))
+    has_kernel = options.get("use_kernel", True) and mx.metal.is_available()
+    if has_kernel or q.shape[1] == 1 or options.get("mask") is not None:
+        return _gated_delta(q, k, v, a, b, **options)  # type: ignore[no-any-return]
+    rate, bound = mx.exp(options["A_log"].astype(mx.float32)), options.get("lower_bound")
+    shifted = a.astype(mx.float32) + options["dt_bias"]
+    log_decay = -rate * nn.softplus(shifted) if bound is None else bound * mx.sigmoid(rate * shifted)
+    beta = mx.sigmoid(b) * (2 if options.get("allow_neg_eigval") else 1)
+    if (state := options.get("state")) is None:
+        state = mx.zeros((len(q), *v.shape[2:], k.shape[-1]), mx.float32)
+    return gated_delta_rule(q, k, v, log_decay, beta, state)
 
 
 def use_lean_swiglu(model: nn.Module) -> None:

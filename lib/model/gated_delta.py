@@ -1,0 +1,130 @@
+"""The gated delta rule of Qwen3.5 and Kimi Linear, for training: by MLX's kernel, else by matrix products of chunks.
+
+mlx-lm runs it token by token: a graph of 40 buffers a token, layer and pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Sequence
+
+import mlx.core as mx
+from mlx_lm.models.gated_delta import gated_delta_ops
+
+CHUNK, VECTOR_CHUNK = 64, 16  # tokens; powers of two. Decays of each number take [chunk, chunk, Dk] numbers a chunk.
+
+
+def gated_delta_rule(
+    q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, beta: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """S_t = a_t S_{t-1} + b_t k_t (v_t - k_t^T a_t S_{t-1})^T and y_t = S_t^T q_t (arXiv:2412.06464, equation 10).
+
+    q, k: [B, T, Hk, Dk]; v: [B, T, Hv, Dv]; log_decay: float32 [B, T, Hv], or [B, T, Hv, Dk] (arXiv:2510.26692); beta:
+    [B, T, Hv]; state: float32 [B, Hv, Dv, Dk]. Gives y, [B, T, Hv, Dv], and the last state.
+    """
+    if log_decay.ndim == 3 and has_kernel((*k.shape[2:], *v.shape[2:]), q.dtype):
+        y, state = mx.fast.gated_delta_update(q, k, v, mx.exp(log_decay), beta, state)
+        return y, state
+    y, state = _recomputed_chunks(q, k, v, log_decay, beta, state)
+    return y.astype(q.dtype), state
+
+
+@functools.cache
+def has_kernel(sizes: tuple[int, int, int, int], dtype: mx.Dtype) -> bool:
+    """Whether MLX computes the rule and its gradient in kernels here, and they agree with mlx-lm's loop. sizes: Hk, Dk,
+    Hv, Dv."""
+    tokens, (key_heads, key_size, heads, size) = CHUNK + 1, sizes
+    shapes = [(key_heads, key_size)] * 2 + [(heads, size)] * 2 + [(heads,)] * 2 + [(heads, size, key_size)]
+    draws = [mx.random.normal((1, tokens, *shape), key=mx.random.key(i)) for i, shape in enumerate(shapes)]
+    q, k, v, dy = (x.astype(dtype) for x in (*(x / key_size**0.5 for x in draws[:2]), *draws[2:4]))
+    inputs = [q, k, v, mx.sigmoid(draws[4] + 2), mx.sigmoid(draws[5]).astype(dtype), draws[6][:, 0]]
+    cotangents = [dy, mx.zeros(inputs[-1].shape)]
+    found = [x for part in mx.vjp(mx.fast.gated_delta_update, inputs, cotangents) for x in part]
+    mx.export_to_dot(graph := io.StringIO(), *found)
+    if graph.getvalue().count("label") > 4 * tokens:
+        return False
+    wanted = [x for part in mx.vjp(gated_delta_ops, inputs, cotangents) for x in part]
+    limit = 2e-3 if dtype == mx.float32 else 0.03  # of the norm
+    try:
+        errors = [mx.linalg.norm((a - b).astype(mx.float32)) for a, b in zip(found, wanted, strict=True)]
+        norms = [mx.linalg.norm(b.astype(mx.float32)) for b in wanted]
+        return all((error <= limit * norm).item() for error, norm in zip(errors, norms, strict=True))
+    except RuntimeError:  # MLX has no kernel of these sizes
+        return False
+
+
+@mx.custom_function
+def _recomputed_chunks(*inputs: mx.array) -> tuple[mx.array, mx.array]:
+    """`_chunks`, of which nothing is kept but the inputs."""
+    return _chunks(*inputs)
+
+
+@_recomputed_chunks.vjp
+def _recomputed_chunks_vjp(
+    primals: Sequence[mx.array], cotangents: Sequence[mx.array], _: Sequence[mx.array]
+) -> list[mx.array]:
+    return mx.vjp(_chunks, mx.depends(list(primals), list(cotangents)), list(cotangents))[1]
+
+
+def _chunks(
+    q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, beta: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Arguments as `gated_delta_rule`. Within a chunk the rule is a triangular system of equations for what each token
+    adds to the state (arXiv:2412.06464, section 3.3); the chunks' states follow one another."""
+    (rows, tokens, groups, _), (heads, size) = k.shape, v.shape[2:]
+    is_vector, per_group = log_decay.ndim == 4, heads // groups
+    length = VECTOR_CHUNK if is_vector else CHUNK
+    count = -(-tokens // length)
+
+    def chunked(x: mx.array, of_group: int) -> mx.array:
+        """[B, T, H, D] ➜ float32 [chunks, B, Hk, H / Hk, chunk, D]; zeros after the last token."""
+        x = mx.pad(x.astype(mx.float32), [(0, 0), (0, count * length - tokens), (0, 0), (0, 0)])
+        return x.reshape(rows, count, length, groups, of_group, -1).transpose(1, 0, 3, 4, 2, 5)
+
+    q, k, v, beta = chunked(q, 1), chunked(k, 1), chunked(v, per_group), chunked(beta[..., None], per_group)
+    decay = mx.cumsum(chunked(log_decay if is_vector else log_decay[..., None], per_group), axis=-2)
+    lower = mx.tri(length, dtype=mx.float32) > 0
+    if is_vector:
+        gaps = decay[..., :, None, :] - decay[..., None, :, :]
+        ratios = mx.exp(mx.where(lower[..., None], gaps, -mx.inf))  # [..., chunk, chunk, Dk]
+        products = lambda x: (x[..., :, None, :] * k[..., None, :, :] * ratios).sum(axis=-1)  # noqa: E731
+    else:
+        ratios = mx.exp(mx.where(lower, decay - decay.swapaxes(-1, -2), -mx.inf))
+        products = lambda x: (x @ k.swapaxes(-1, -2)) * ratios  # noqa: E731
+    solution = unit_lower_inverse(beta * products(k)) * beta.swapaxes(-1, -2)
+    since, until = mx.exp(decay), mx.exp(decay[..., -1:, :] - decay)
+    parts = [solution @ v, solution @ (since * k), (until * k).swapaxes(-1, -2), since[..., -1:, :].swapaxes(-1, -2)]
+    state = state.reshape(1, rows, groups, per_group, size, -1).swapaxes(-1, -2)
+    states, added = [], []
+    # Split, not indexed: their gradients are joined then, and not each padded to all of it and added.
+    for new, known, keys, kept in zip(*(mx.split(part, count) for part in parts), strict=True):
+        states.append(state)
+        added.append(mx.addmm(new, known, state, alpha=-1))
+        state = mx.addmm(kept * state, keys, added[-1])
+    y = (since * q) @ mx.concatenate(states) + products(q) @ mx.concatenate(added)
+    y = y.transpose(1, 0, 4, 2, 3, 5).reshape(rows, count * length, heads, size)[:, :tokens]
+    return y, state.swapaxes(-1, -2).reshape(rows, heads, size, -1)
+
+
+@mx.custom_function
+def unit_lower_inverse(lower: mx.array) -> mx.array:
+    """(I + L)^-1 of the part L of [..., n, n] below its diagonal; n is a power of two. Of blocks twice as large in each
+    round: [[P, 0], [R, Q]]^-1 = [[P^-1, 0], [-Q^-1 R P^-1, Q^-1]]."""
+    n = lower.shape[-1]
+    inverse = mx.ones((*lower.shape[:-2], n, 1, 1))  # of the blocks on the diagonal
+    size = 1
+    while size < n:
+        blocks = lower.reshape(*lower.shape[:-2], n // size // 2, 2, size, n // size // 2, 2, size)
+        below = mx.moveaxis(mx.diagonal(blocks[..., :, 1, :, :, 0, :], axis1=-4, axis2=-2), -1, -3)
+        first, last = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -(last @ below @ first) if size > 1 else -below
+        rows = [mx.concatenate([first, mx.zeros_like(first)], -1), mx.concatenate([corner, last], -1)]
+        inverse, size = mx.concatenate(rows, -2), 2 * size
+    return inverse[..., 0, :, :]
+
+
+@unit_lower_inverse.vjp
+def _unit_lower_inverse_vjp(_: mx.array, cotangent: mx.array, inverse: mx.array) -> mx.array:
+    turned = inverse.swapaxes(-1, -2)
+    return -mx.tril(turned @ cotangent @ turned, -1)
