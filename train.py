@@ -108,13 +108,11 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
     from lib.report import console, trackers
     from lib.training import checkpoint, inputs, run, run_facts, trial
 
-    folder = Path(config.run.dir) / str(config.run.name)
-    if not (resume or dry_run):
-        with world.agreeing(f"opening {folder}"):
-            checkpoint.require_free(folder)
-
     # Data: every rank reads it, and all make sure that they read the same.
+    folder = Path(config.run.dir) / str(config.run.name)
     with world.agreeing("reading the data"), say.doing("reading the data"):
+        if not (resume or dry_run):
+            checkpoint.require_free(folder)
         sinks = trackers.Trackers(config.run.sinks if world.rank == 0 else (), folder)
         read = inputs.read_inputs(config, say.line)
         judges.require_judges(config.evaluate, config.rollouts.judge, read.data, read.held_out)

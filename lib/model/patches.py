@@ -7,8 +7,8 @@
 - `gated_delta_update` of that file: mlx-lm trains token by token (mlx-lm#1206), we by MLX's kernel or by chunks. Until
   mlx-lm trains by either.
 
-Read with mlx-lm 0.32.2; tests/test_forward.py and tests/test_families.py hold them to the originals. All else is modules
-of a model's own tree, replaced by others of derived classes (`replace_modules`).
+Read with mlx-lm 0.32.2; tests/test_forward.py and tests/test_families.py hold them to the originals. All else is
+modules of a model's own tree, replaced by others of derived classes (`replace_modules`).
 """
 
 from __future__ import annotations

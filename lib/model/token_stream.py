@@ -38,7 +38,7 @@ def arrays_of(inputs: Mapping[str, int | np.ndarray]) -> StreamInputs:
     """A batch's `inputs` on the device. Of a ragged stream indices of nothing become 0, and masks say which they are:
     made here they cost no kernels in the model. owned: int32 [b * K * T], as suffix_indices where that sequence gives
     the token its output: the first of those that share it."""
-    given = dict(inputs)
+    given: dict[str, Any] = dict(inputs)
     if "suffix_indices" in given:
         flat, uses = given["suffix_indices"].reshape(-1), given["suffix_uses"]
         is_owned = (flat >= 0) & (uses[flat, 0] == np.arange(flat.size))
@@ -253,7 +253,7 @@ def _stream_fault(model: nn.Module) -> str | None:
         {"prefix_length": 0, "tokens": np.array([*prompt, *long, *prompt, *short, 0, 0], np.int32), "mask": mask}
     )
     suffix_uses = [[0, 6], [1, 7], [2, 8], [3, -1], [4, -1], [5, -1], [9, -1]]
-    shared = {
+    shared: dict[str, int | np.ndarray] = {
         "prefix_length": 2,
         "tokens": np.array([*prompt, *long, *short], np.int32),
         "offsets": np.array([0, 1, 2, 3, 4, 5, 6, 7, 5], np.int32),
