@@ -92,7 +92,7 @@ def test_plan_is_pure() -> None:
 BUDGET = {
     "lines": 28_870,  # of lib/, train.py and launch: 20,000
     "nodes": 277_500,  # of their syntax trees: 160,000
-    "tests": 18_900,  # lines: 18,000
+    "tests": 18_920,  # lines: 18,000
     "benchmarks": 4_000,  # lines: 4,000
     "benchmark files": 19,  # 20
     "words": 15_970,  # of docs/: 16,000

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+import train
 from lib.config import load
 from lib.data.batch import collate
 from lib.data.dataset import Example, load_dataset
@@ -180,3 +181,19 @@ def test_the_small_model_is_of_the_kind_of_the_whole_one(tmp_path: Path) -> None
         linear = model.layers[1].self_attn.q_proj.linear
         assert (linear.bits, linear.group_size, linear.scales.dtype) == (4, 32, dtype)
         assert (len(model.layers), model.model.embed_tokens.weight.shape[0]) == (kernels.BLOCKS, kernels.VOCABULARY)
+
+
+def test_the_first_step_waits_for_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, take = list[str](), Step.__call__
+
+    @contextlib.contextmanager
+    def compiled(*_: object) -> Iterator[None]:
+        events.append("begin")
+        yield
+        events.append("end")
+
+    monkeypatch.setattr(kernels, "compiled", compiled)
+    monkeypatch.setattr(Step, "__call__", lambda *words: events.append("step") or take(*words))
+    words = [*tiny.settings(tmp_path, train__steps=1), "--config", str(tiny.config_file(tmp_path))]
+    assert train.main(words) == 0
+    assert events == ["begin", "end", "step"]

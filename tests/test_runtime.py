@@ -228,7 +228,8 @@ def test_a_process_that_is_alone_takes_all_cores_where_that_is_faster(
     monkeypatch.setenv(mpi_and_blas.AUTOMATIC, "1")
     monkeypatch.setattr(os_commands, "own_cores", lambda: 4)
     monkeypatch.setattr(mpi_and_blas, "set_blas_threads", lambda count: counts.append(count) or Path("blas"))
-    monkeypatch.setattr(hardware, "quick_gflops", lambda seconds: 10.0 if counts[-1] == 1 else all_cores)
+    slowed = lambda: 0.5 if len(counts) == 3 else 1.0  # the first look at all cores, by another process  # noqa: E731
+    monkeypatch.setattr(hardware, "quick_gflops", lambda seconds: 10.0 if counts[-1] == 1 else slowed() * all_cores)
     monkeypatch.setattr(hardware, "mlx_device", lambda: ("cpu", {}))
     assert hardware.choose_threads(stored, is_alone, may_measure) == expected == counts[-1]
     monkeypatch.delenv(mpi_and_blas.AUTOMATIC)

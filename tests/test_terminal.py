@@ -120,6 +120,7 @@ def test_tables_and_lines_fit_and_lose_nothing(
 @pytest.mark.parametrize("total", [9, 12_500, 10_000_000])
 def test_the_progress_line_keeps_what_matters(total: int) -> None:
     meter = ProgressLine({"kind": "start", "steps": total}, 3)
+    meter.began -= 9999.0  # that an evaluation before the first step took
     for step, loss in enumerate((9.0, 0.3, 0.2, 0.1), 1):
         meter.add({**RECORD, "step": step, "loss": loss})
     for width in (40, 60, 80, 160):
@@ -127,6 +128,7 @@ def test_the_progress_line_keeps_what_matters(total: int) -> None:
         assert cell_len(line) <= width and f"/{total:,}" in line and "loss 0.2000" in line, line
     assert "kl" in line and "1.00 GB" in line and "━" * 10 in line, "there is room for all of it"
     assert "pairs/s" in meter.shown(60, "").plain and " left" in meter.shown(60, "").plain
+    assert total > 9 or re.search(r" 0:0\d left", meter.shown(160, "").plain)
     meter.busy_with = "evaluating"
     assert "evaluating ..." in meter.shown(80, "━━").plain
 

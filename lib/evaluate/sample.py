@@ -27,9 +27,7 @@ from lib.system import out_of_memory
 
 BLOCK = 8  # tokens between two looks at what was drawn: until then nothing waits for the device
 PREFILL_TOKENS = 16384  # of prompts in one pass
-MOST_ROUNDING = (
-    0.3  # of logits, where 16 bits round: an H200's kernels for batches differ by a tenth from those for one
-)
+MOST_ROUNDING = 0.3  # of the logits' norm: an H200's kernels for batches differ by a tenth from those for one row
 
 T = TypeVar("T")
 

@@ -167,6 +167,8 @@ class ProgressLine:
         self.results.append(record)
         self.taken += 1
         self.added = time.perf_counter()
+        if self.taken == 1:  # what came before it is no measure of the steps that are left
+            self.began = self.added - record["step_seconds"]
         self.pairs += record["pairs"] * self.factor
         self.step = record["step"]
         if self.plan.get("strategy") == "independent":
