@@ -309,6 +309,16 @@ def test_a_run_has_at_least_eight_merges_or_one_a_step(steps: int) -> None:
     assert -(-steps // longest_round(steps)) >= min(LEAST_MERGES, steps)
 
 
+@pytest.mark.parametrize(
+    ("words", "size", "merges"),
+    [([], 2, 20), (["plan.replan=false"], 4, 10), (["independent.pairs_per_round=96"], 3, 20)],
+)
+def test_rounds_of_rollouts_end_with_a_merge(words: list[str], size: int, merges: int) -> None:
+    """Ten of four steps: a merge every three steps comes after three, and after one."""
+    plan = planned([None, None], *words, "rollouts.rounds=10", "rollouts.steps=4", steps=40)
+    assert plan.rounds is not None and (plan.rounds.steps_per_round, plan.rounds.merges) == (size, merges)
+
+
 @given(st.integers(8, 5000), st.floats(1e-4, 10), st.floats(1e-3, 10))
 def test_merges_cost_one_percent_and_come_as_often_as_that_allows(steps: int, merge: float, step: float) -> None:
     size = steps_per_round(steps, merge, step)

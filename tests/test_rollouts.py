@@ -241,6 +241,9 @@ def test_a_round_that_loses_is_undone(whole: tuple[Path, list[str]]) -> None:
         assert np.array_equal(undone[name], kept[name]) and np.array_equal(array, last[name])
     first, second, third = (lines(run / f"rounds/{n:04d}/samples.jsonl")[0]["policy"] for n in (1, 2, 3))
     assert first != second == third, "the round after it samples from the weights before it"
+    shown = [one["samples"] for one in read_records(run / "logs/rank-000.jsonl") if one["kind"] == "samples"]
+    assert [[*samples[0]] for samples in shown] == [["prompt", "before"], ["prompt", "after"]]
+    assert len({tuple(sample["prompt"] for sample in samples) for samples in shown}) == 1
 
 
 def test_the_dashboard_shows_rounds(whole: tuple[Path, list[str]]) -> None:

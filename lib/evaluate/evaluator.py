@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lib.data.prompts import Prompts
 from lib.distributed.world import World
 from lib.evaluate.answers import exact_match, greedy
 from lib.evaluate.held_out_metrics import metrics_of
@@ -26,6 +27,18 @@ class Evaluator:
 
     run: TrainingRun
     reference: np.ndarray | None
+
+    def __post_init__(self) -> None:
+        """The prompts of samples, token ids: of questions, else of the first rows that are held out or trained."""
+        inputs, most = self.run.inputs, self.run.config.evaluate.samples
+        dataset = inputs.valid or inputs.data
+        ids = [question.prompt_ids for question in inputs.questions]
+        if not ids and isinstance(dataset, Prompts):  # which each round replaces by its answers
+            ids = (inputs.held_out or dataset).ids
+        elif not ids:
+            rows = dataset.examples(range(min(8 * most, len(dataset))))  # several may have one prompt
+            ids = [row.prompt_ids.tolist() for row in rows]
+        self.shown = [list(prompt) for prompt in dict.fromkeys(map(tuple, ids))][:most]
 
     def __call__(self, world: World, shares: Sequence[int]) -> Metrics:
         """Metrics of the held-out pairs, and of greedy answers, by the ranks of a world."""
@@ -51,13 +64,7 @@ class Evaluator:
 
     def show(self, when: str) -> None:
         """Prints and records greedy continuations of the first distinct prompts. when: before or after training."""
-        run, settings, tokenizer = self.run, self.run.config.evaluate, self.run.inputs.tokenizer
-        prompts = [question.prompt_ids for question in run.inputs.questions]
-        if not prompts:
-            dataset = run.inputs.valid or run.inputs.data
-            rows = dataset.examples(range(min(8 * settings.samples, len(dataset))))  # several may have one prompt
-            prompts = [row.prompt_ids.tolist() for row in rows]
-        prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))][: settings.samples]
+        run, settings, tokenizer, prompts = self.run, self.run.config.evaluate, self.run.inputs.tokenizer, self.shown
         if tokenizer is None or not prompts or not all(prompts):
             return
         most = min(settings.max_tokens, ANSWER_TOKENS if run.inputs.questions else SAMPLE_TOKENS)

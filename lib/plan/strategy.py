@@ -202,40 +202,39 @@ def _predictions(
 # ---- How often independent ranks merge
 
 
-def longest_round(steps: int) -> int:
-    """The longest round, in steps, with which a run of `steps` has LEAST_MERGES merges, or one after each step."""
-    return max(1, math.ceil(steps / (LEAST_MERGES - 1)) - 1)
+def longest_round(steps: int, rollouts: int = 1) -> int:
+    """The longest round, in steps, with which a run of `steps` has LEAST_MERGES merges, or one after each step.
+    rollouts: rounds of rollouts in the run; each ends with a merge."""
+    return max(1, min(math.ceil(steps / (LEAST_MERGES - 1)) - 1, steps // rollouts))
 
 
-def steps_per_round(steps: int, merge_seconds: float, step_seconds: float) -> int:
+def steps_per_round(steps: int, merge_seconds: float, step_seconds: float, rollouts: int = 1) -> int:
     """The fewest global batches of a round with which merges take at most MERGE_COST of the time; LEAST_MERGES stands.
 
     steps: of the whole run. merge_seconds: what a round's end takes. step_seconds: a global batch, without it.
     """
     enough = math.ceil(merge_seconds * (1 / MERGE_COST - 1) / step_seconds - 1e-9)
-    return min(max(1, enough), longest_round(steps))
+    return min(max(1, enough), longest_round(steps, rollouts))
 
 
 def plan_merging(facts: PlanFacts, merge_seconds: float | None, step_seconds: float | None) -> Merging:
     """How often independent ranks merge: as the settings say, else as predicted, else as will be measured."""
-    independent, steps = facts.settings.independent, facts.steps
+    independent, steps, rollouts = facts.settings.independent, facts.steps, facts.settings.rollouts.rounds or 1
     if independent.merge == "none":
         return Merging(steps, 0, "never, as independent.merge=none has it")
     if independent.pairs_per_round is not None:
-        size, reason = (
-            math.ceil(independent.pairs_per_round / facts.batch_size),
-            "as independent.pairs_per_round has it",
-        )
+        size = min(math.ceil(independent.pairs_per_round / facts.batch_size), max(1, steps // rollouts))
+        reason = "as independent.pairs_per_round has it"
     elif merge_seconds is not None and step_seconds:
-        size = steps_per_round(steps, merge_seconds, step_seconds)
+        size = steps_per_round(steps, merge_seconds, step_seconds, rollouts)
         part = merge_seconds / (merge_seconds + size * step_seconds)
         reason = f"a merge is predicted to take {merge_seconds:.2g} s, {part:.2%} of the time"
     elif measures_merges(independent, facts.settings.plan):
-        size = min(FIRST_STEPS, longest_round(steps))
+        size = min(FIRST_STEPS, longest_round(steps, rollouts))
         reason = f"until the first merges are timed, then as often as costs {MERGE_COST:.0%} of the time"
     else:
-        size, reason = longest_round(steps), "what a merge costs is neither calibrated nor measured"
-    merges = math.ceil(steps / size)
+        size, reason = longest_round(steps, rollouts), "what a merge costs is neither calibrated nor measured"
+    merges = rollouts * math.ceil(steps / rollouts / size)
     often = "after every step" if size == 1 else f"every {size:,} steps"
     return Merging(size, merges, f"{often} ({merges:,} merge{'s' * (merges != 1)}): {reason}")
 

@@ -265,5 +265,7 @@ def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
     loop = TrainingLoop(run, None, HeldOut(run, evaluator, judge_of_held_out))
     sampler = Sampler(run.model, tokenizer, rollouts, world=world)
     collector = Collector(config, run.folder, world, run.lock is not None, sampler, prompts, judge, run.say)
+    if run.is_new:
+        evaluator.show("before")
     Rounds(run, collector, loop).train()
     return loop

@@ -421,8 +421,9 @@ class LocalSGD:
         self.merger = Merger(world, model, settings, config.sync, config.model.method)
         self.round: Round | None = None  # None between rounds
         self.saved_whole = 0  # the step of the last checkpoint at a round's end
+        self.length = config.steps_over(len(lengths)), config.rollouts.rounds or 1  # of the whole run
         # Global batches in a round: as planned, or as often as measured merges may come.
-        self.steps_per_round = plan.steps_per_round or longest_round(steps)
+        self.steps_per_round = plan.steps_per_round or longest_round(*self.length)
         self.measures = measures_merges(settings, config.plan) and several
         self.round_ends: list[float] = []  # seconds, mean of all ranks: the last wait for each other, and the merge
         self.own_end: float | None = None  # of the round before, on this rank: the others do not know it yet
@@ -477,9 +478,9 @@ class LocalSGD:
         speed = sum(self.ranks.speeds)
         if not (self.measures and self.round_ends and self.ranks.are_known() and speed):
             return
-        step_seconds, before = self.batch_size / speed, self.steps_per_round
+        step_seconds, before, (steps, rollouts) = self.batch_size / speed, self.steps_per_round, self.length
         seconds = float(np.median(self.round_ends[1:] or self.round_ends))  # the first is slow: everything is new
-        now = self.steps_per_round = steps_per_round(self.steps, seconds, step_seconds)
+        now = self.steps_per_round = steps_per_round(steps, seconds, step_seconds, rollouts)
         if max(now, before) > 1.5 * min(now, before):
             part, often = seconds / (seconds + now * step_seconds), "step" if now == 1 else f"{now:,} steps"
             self.remark = f"merges from here on every {often}: one takes {seconds:.2g} s, {part:.1%} of the time"
