@@ -55,7 +55,15 @@ def commands(path: Path) -> list[Command]:
     return found
 
 
-COMMANDS = [one for path in DOCUMENTS for one in commands(path)]
+def seeds() -> list[Command]:
+    """Ours in the table that translates commands of earlier documents; they start on hosts that no test has."""
+    lines = (ROOT / "docs/best_practices.md").read_text().partition("| their command | here |")[2].splitlines()
+    ours = [shlex.split(re.findall("`([^`]+)`", line)[1]) for line in lines if "`" in line]
+    as_root = [words[4:] if words[0] == "sudo" else words for words in ours]  # sudo nice -n -10
+    return [Command("best_practices.md:here", "on hosts", words) for words in as_root]
+
+
+COMMANDS = [*(one for path in DOCUMENTS for one in commands(path)), *seeds()]
 
 
 def test_the_documents_have_commands_and_say_what_those_need() -> None:

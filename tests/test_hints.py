@@ -46,6 +46,7 @@ def test_words_that_hints_give_are_accepted() -> None:
     ("words", "hint"),
     [
         ("--batch-size=8", "train.global_batch_size? "),
+        ("--batch-size 8 --output-dir a", "over all ranks); did you mean run.dir?"),
         ("--lr 1e-4 train.beta=0.2", "train.learning_rate?"),
         ("--bf16 train.beta=0.2", "model.dtype=bfloat16"),
         ("--seed 3", "words without dashes, as train.beta=0.2; did you mean train.seed?"),

@@ -29,6 +29,7 @@ class Parser(argparse.ArgumentParser):
             if close := difflib.get_close_matches(unknown[0], options, n=1, cutoff=0.75):
                 hint = f"did you mean {close[0]}?"
             elif self.settings_place or any(action.dest == "overrides" for action in self._actions):
-                meant = unknown_names.of_setting(unknown[0].lstrip("-").replace("-", "_"), help.known_settings())
+                names, known = [name.lstrip("-").replace("-", "_") for name in unknown], help.known_settings()
+                meant = "".join(unknown_names.of_setting(name, known) for name in names)
                 hint = f"settings are words without dashes, as train.beta=0.2{self.settings_place}{meant}"
         raise UserError(f"{message}; {hint}")
