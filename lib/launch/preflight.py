@@ -85,6 +85,7 @@ class Request:
     packages: Mapping[str, str] = field(default_factory=dict)  # versions
     ports: Sequence[int] = ()
     other_port: str = ""  # the launcher's command line with another --starting-port
+    sync_line: str = "./launch --sync PATH ..."  # the same with --sync
 
     def there(self, command: str) -> str:
         """A command in the project's folder on the host, to be typed on the launching machine."""
@@ -143,8 +144,8 @@ def digest(path: Path) -> str | None:
 def check_project(request: Request) -> Finding:
     """The same source files as on the launching machine."""
     differ = sorted({name for name, _ in request.project.items() ^ project_digests().items()})
-    copy = ssh.rsync(request.host, ROOT, request.directory)
-    return Finding("failed", f"{listed(differ, 3)} not as on this machine", copy) if differ else Finding("ok")
+    message = f"{listed(differ, 3)} not as on this machine"
+    return Finding("failed", message, request.sync_line.replace("PATH", ".")) if differ else Finding("ok")
 
 
 def check_packages(request: Request) -> Finding:
@@ -167,8 +168,7 @@ def check_files(request: Request) -> Finding:
             look = f"ls -l {shlex.quote(str(Path(path).parent))}"
             return Finding("failed", f"{path} is not on this machine", look, "correct the path in the configuration")
         if (found := digest(Path(there))) != wanted:
-            target = str(Path(request.directory, Path(there).expanduser()))
-            copy = ssh.rsync(request.host, ROOT / Path(path).expanduser(), target)
+            copy = request.sync_line.replace("PATH", shlex.quote(path))
             wrong = "differs from the one here" if found else "is missing"
             return Finding("failed", f"{there} {wrong}", copy, "or map=HERE:THERE in the host file")
     return Finding("ok")
@@ -282,6 +282,7 @@ def request_of(job: Job) -> Request:
     configuration is wrong."""
     other_port = job.launch_line("--starting-port", str(job.starting_port + 1000))
     request = Request(project=project_digests(), packages=packages(), other_port=other_port)
+    request = replace(request, sync_line=job.launch_line("--sync", "PATH"))
     if Path(job.command[0]).name != "train.py":
         return request
     with contextlib.chdir(ROOT):
@@ -331,7 +332,7 @@ def ask_host(job: Job, host: Host, request: Request) -> list[Finding]:
     error = (done.errors.strip().splitlines() or [f"no answer within {seconds:g} s"])[-1]
     if done.status == 127 and words[0] in error:
         raise UserError(f"{error.replace(':', ' does not start on this machine:', 1)}; --python names another")
-    check, remedy, note = ssh.remedy(host, error, request.directory)
+    check, remedy, note = ssh.remedy(host, error, request.directory, request.sync_line.replace("PATH", "."))
     return [Finding("failed", error, remedy, note, check, host.name)]
 
 
