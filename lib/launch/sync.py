@@ -51,7 +51,7 @@ def _files(source: Path) -> dict[str, Path]:
     """What is copied of a file or folder, by its path in the folder."""
     if source.is_file():
         return {source.name: source}
-    found = {}
+    found: dict[str, Path] = {}
     for folder, inside, names in os.walk(source):
         if source == ROOT:
             inside[:] = [name for name in inside if not NOT_COPIED.fullmatch(name)]
