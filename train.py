@@ -96,8 +96,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
         if world.rank == 0:
             if config.run.pages:
                 run_report.write(run.folder)
-            ends = inputs.unnamed_ends(run.inputs.tokenizer, config.model, config.data)
-            console.show_end(say, run.folder, config.train.loss, ends)
+            console.show_end(say, run.folder, config.train.loss)
 
 
 def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run: bool) -> TrainingRun | None:

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from lib.config.load import load as load_settings
-from lib.config.settings import DataSettings
+from lib.config.settings import DataSettings, ModelSettings
 from lib.data import inspect
 from lib.data.dataset import load_dataset, require_apart
 from lib.data.groups import load_groups
 from lib.data.streaming import open_held_out, open_training, with_splits
 from lib.data.tokenize import Encoder, render_prompt
-from lib.data.tokenizer import Vocabulary
+from lib.data.tokenizer import Vocabulary, load_tokenizer_of
 from lib.errors import UserError
-from lib.training.inputs import read_inputs
+from lib.training.inputs import generate_options, read_inputs
 from tests import chat_models, chat_rows, tiny
 
 QWEN = "Qwen-Qwen2.5-7B-Instruct"
@@ -335,3 +335,31 @@ def test_an_answer_to_a_run_ends_at_the_templates_end_of_turn(tmp_path: Path) ->
     inputs = read_inputs(load_settings(None, words), print)
     assert inputs.tokenizer is not None
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in inputs.tokenizer.eos_token_ids
+
+
+ON = ("--chat-template-config", '{"enable_thinking": false}')
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "template", "words"),
+    [
+        (QWEN, "<|im_end|>", True, ()),
+        (QWEN, "<|endoftext|>", True, ("--extra-eos-token", "<|im_end|>")),
+        (QWEN, "<|im_end|>", False, ("--ignore-chat-template",)),
+        ("Qwen-Qwen3-0.6B", "<|endoftext|>", True, ("--extra-eos-token", "<|im_end|>", *ON)),
+        (QWEN, "<|endoftext|>", "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}", None),
+    ],
+)
+def test_mlx_lms_generate_gets_the_words_that_make_it_render_and_end_as_training(
+    tmp_path: Path, name: str, end: str, template: Any, words: Any
+) -> None:
+    """In the `try it` line and the cards; no word gives it another template."""
+    tokenizer = chat_models.tokenizer_of(name)
+    tokenizer.eos_token = end
+    model = tiny.model_folder(tmp_path / "model", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    tokenizer.save_pretrained(model)
+    if isinstance(template, str):
+        (tmp_path / "mine.jinja").write_text(template)
+        template = str(tmp_path / "mine.jinja")
+    settings, data = ModelSettings(path=str(model)), DataSettings(train="-", chat_template=template)
+    assert generate_options(load_tokenizer_of(settings), settings, data) == (words if words is None else [*words])

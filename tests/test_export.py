@@ -256,7 +256,10 @@ def test_every_form_carries_the_template_and_the_end_of_turn_that_were_trained(
     for form in ("mlx", "fused", "peft"):
         assert (folder / form / "chat_template.jinja").read_text() == MINE
         assert "chat template is that of training" in (folder / form / "README.md").read_text()
-    assert "--extra-eos-token '<|im_end|>'" in (folder / "mlx" / "README.md").read_text()
+    assert "    of the chat template that was trained: python -m lib.export RUN --to fused" in (
+        (folder / "mlx" / "README.md").read_text()
+    )
+    assert "    mlx_lm.generate --model FOLDER --prompt ..." in (folder / "fused" / "README.md").read_text()
     fused = {
         name: json.loads((folder / "fused" / f"{name}_config.json").read_text()) for name in ("generation", "tokenizer")
     }

@@ -14,8 +14,8 @@ from lib.export.trained_run import TrainedRun
 CARD = "README.md"
 # By form: the hub's name of the library, how it is related to its base model, and how one uses it.
 USES = {
-    "mlx": ("mlx", "adapter", "mlx_lm.generate --model {base} --adapter-path FOLDER{ends} --prompt ..."),
-    "fused": ("mlx", "finetune", "mlx_lm.generate --model FOLDER --prompt ..."),
+    "mlx": ("mlx", "adapter", "mlx_lm.generate --model {base} --adapter-path FOLDER{options} --prompt ..."),
+    "fused": ("mlx", "finetune", "mlx_lm.generate --model FOLDER{options} --prompt ..."),
     "peft": ("peft", "adapter", 'peft.PeftModel.from_pretrained(base_model, "FOLDER")'),
     "gguf": ("gguf", "quantized", "llama-cli -m FOLDER/model.gguf"),
     "ollama": ("gguf", "quantized", "ollama create NAME -f FOLDER/Modelfile"),
@@ -38,14 +38,17 @@ def write(run: TrainedRun, folder: Path, to: str, proven: str) -> None:
     if is_on_hub:  # the hub refuses a path
         data["base_model"], data["base_model_relation"] = base, relation
     objective = "SFT" if names == ["sft"] else f"{' + '.join(names)} loss, beta {train.beta}"
-    ends = "".join(f" --extra-eos-token {shlex.quote(end)}" for end in run.unnamed_ends())
+    options = run.generate_options(folder if to == "fused" else run.base)
+    if options is None and to == "mlx":  # mlx-lm would take the base's chat template
+        use = "of the chat template that was trained: python -m lib.export RUN --to fused"
+    use = use.format(base=shown(base), options=f" {shlex.join(options or ())}".rstrip())
     summary = run.folder / "summary.json"
     stored = read_file.read_object(summary, "the run's") if summary.exists() else {}
     figures = {name: stored[name] for name in FIGURES if isinstance(stored.get(name), int | float)}
     lines = [
         f"---\n{data.to_yaml()}\n---\n\n# {_code(run.folder.resolve().name)}\n",
         f"{_code(base)}, trained by Tandem ({settings.model.method}, {objective}); {run.checkpoint}.\n",
-        f"    {use.format(base=shown(base), ends=ends)}\n",
+        f"    {use}\n",
         "## How it was made\n",
         f"- data: {', '.join(_code(each if each.startswith('hf://') else Path(each).name) for each in sources)}",
         f"- learning rate {train.learning_rate}, seed {train.seed}",

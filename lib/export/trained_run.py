@@ -26,7 +26,7 @@ from lib.model import load as models
 from lib.rollouts.collect import Answer, lines_of
 from lib.system.model_folder import ADAPTER_WEIGHTS, resolve
 from lib.training import checkpoint as checkpoints
-from lib.training.inputs import unnamed_ends, vocabulary
+from lib.training.inputs import generate_options, unnamed_ends, vocabulary
 
 Logps = list[np.ndarray]  # a row: float32 [tokens - 1], log-probability of every token but the first, in nats
 WeightType = Literal["f32", "bf16", "f16", "q8_0"]
@@ -99,6 +99,11 @@ class TrainedRun:
         """`inputs.unnamed_ends` of the run."""
         model = self.settings.model
         return unnamed_ends(load_tokenizer_of(model), model, self.settings.data)
+
+    def generate_options(self, folder: Path) -> list[str] | None:
+        """`inputs.generate_options` of the run, for its base model or another in a folder."""
+        model = self.settings.model.model_copy(update={"path": str(folder)})
+        return generate_options(load_tokenizer_of(model), model, self.settings.data)
 
     def stored_base(self) -> nn.Module:
         """The model before training, not evaluated, as stored, whatever model.dtype; drawn weights are as drawn."""

@@ -322,9 +322,9 @@ def show_model(say: Terminal, model: nn.Module, expected: str) -> None:
         say.line(f"expected: {expected}")
 
 
-def show_end(say: Terminal, folder: Path, loss: object, ends: Sequence[str] = ()) -> None:
+def show_end(say: Terminal, folder: Path, loss: object) -> None:
     """The closing tables, where the files are, what to type next, and in a file the summary as JSON. folder: of a run
-    that has ended with this loss. ends: tokens that end answers and that the base does not name."""
+    that has ended with this loss."""
     summary = read_file.read_object(folder / "summary.json", "summary")
     before = {name.removesuffix("_before"): value for name, value in summary.items() if name.endswith("_before")}
     if rows := tables.held_out(before, {**summary, "exact_match": summary["exact_match_after"]}):
@@ -339,9 +339,9 @@ def show_end(say: Terminal, folder: Path, loss: object, ends: Sequence[str] = ()
     say.line("")
     say.facts(f"{summary['steps']:,} steps, {summary['pairs']:,} {unit}", [*tables.facts(summary, unit), results])
     say.line("")
-    generate = ["mlx_lm", "generate", "--model", summary["model"], "--adapter-path", str(folder), "--prompt", "..."]
-    generate += [word for end in ends for word in ("--extra-eos-token", end)]
-    say.command([*words, *generate], lead="try it    ")
+    if (options := summary.get("generate_options", [])) is not None:  # else mlx-lm would take another chat template
+        generate = ["mlx_lm", "generate", "--model", summary["model"], "--adapter-path", str(folder)]
+        say.command([*words, *generate, "--prompt", "...", *options], lead="try it    ")
     say.command([*words, "lib.server", "--run", str(folder)], lead="serve it  ")
     say.command([*words, "lib.dashboard", str(folder)], lead="see it    ")
     say.record(dict(summary))

@@ -148,7 +148,10 @@ def model_card(run: RunHistory) -> str:
     trained = f"preference-trained with the {loss} loss (beta {train.get('beta')})"
     trained = "fine-tuned (SFT)" if loss == "sft" else trained
     hosts = _as_text(", ".join(dict.fromkeys(rank["host"] for rank in now.summary["ranks"])))
-    command = f"python -m mlx_lm generate --model {' '.join(shlex.quote(base).split())} --adapter-path . --prompt ..."
+    options = run.stored_summary.get("generate_options", [])
+    words = ["mlx_lm", "generate", "--model", " ".join(base.split()), "--adapter-path", ".", "--prompt", "..."]
+    words = ["lib.export", ".", "--to", "fused"] if options is None else [*words, *options]  # with its chat template
+    command = shown(f"python -m {shlex.join(words)}")
     parts = [f"---\n{data.to_yaml()}\n---", f"# {_as_text(run.name)}"]
     parts += [f"{method} of {shown_base}, {trained} by Tandem on {hosts}.", f"![metrics]({CURVES})", f"    {command}"]
     for section in charts.sections_of([run], now):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,6 +73,23 @@ def unnamed_ends(of_model: Any, model: ModelSettings, data: DataSettings) -> lis
         return []
     named = end_ids(resolve(model.path, model.revision)) | {of_model.eos_token_id}
     return [str(of_model.decode([index])) for index in sorted(Encoder(of_model, data, None).end_ids - named)]
+
+
+def generate_options(of_model: Any, model: ModelSettings, data: DataSettings) -> list[str] | None:
+    """The words that make `mlx_lm generate` render a prompt and end its answer as this run does; None where no words
+    do: it has the model's own chat template, whatever data.chat_template."""
+    if of_model is None:
+        return []
+    template, asked = Encoder(of_model, data, None).template, [{"role": "user", "content": "Is 7 a prime?"}]
+    words = [word for end in unnamed_ends(of_model, model, data) for word in ("--extra-eos-token", end)]
+    if not template.is_used:
+        return [*words, *["--ignore-chat-template"] * of_model.has_chat_template]
+    for given in ({}, template.arguments_without_answer):
+        with contextlib.suppress(Exception):  # a template raises whatever its author chose
+            text = of_model.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, **given)
+            if text == template.text_of(asked, is_prompt=True):
+                return [*words, *(("--chat-template-config", json.dumps(given)) if given else ())]
+    return None
 
 
 def load_policy(settings: ModelSettings, seed: int, lazy: bool, recomputes: bool) -> nn.Module:

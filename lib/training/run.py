@@ -41,7 +41,7 @@ from lib.system.terminal import Terminal
 from lib.training import checkpoint, divided_world, kernels, reference_model
 from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, Snapshot
 from lib.training.divided_world import InStages
-from lib.training.inputs import Inputs
+from lib.training.inputs import Inputs, generate_options
 from lib.training.local_sgd import LocalSGD
 from lib.training.losses import Metrics
 from lib.training.optimizers import learning_rate, make_optimizer
@@ -652,6 +652,7 @@ class TrainingLoop:
             "exact_match_after": metrics.get("exact_match"),
             "bytes_sent": progress.bytes_sent,
             "peak_memory_bytes": max(rank["peak_memory_bytes"] for rank in ranks),
+            "generate_options": generate_options(self.run.inputs.tokenizer, config.model, config.data),
             "ranks": ranks,
         }
 
