@@ -13,6 +13,7 @@ from lib.config.settings import DataSettings, ModelSettings
 from lib.data import inspect
 from lib.data.dataset import load_dataset, require_apart
 from lib.data.groups import load_groups
+from lib.data.record_formats import Plain
 from lib.data.streaming import open_held_out, open_training, with_splits
 from lib.data.tokenize import Encoder, render_prompt
 from lib.data.tokenizer import Vocabulary, load_tokenizer_of
@@ -124,6 +125,16 @@ def test_a_prompt_that_is_rendered_already_is_taken_as_it_is(tmp_path: Path) -> 
             opened(tmp_path, [half])
     asks, said = opened(tmp_path, [PAIR | {"prompt": "What does <|im_start|> mean?"}])
     assert asks[0].prompt_ids.tolist()[0] == ours[0].prompt_ids.tolist()[0] and not said
+    _, said = opened(tmp_path, [PAIR | {"prompt": "<start_of_turn>user\nShelf?"}])
+    assert said == ["texts begin with <start_of_turn>, which the chat template does not have; it is rendered as text"]
+
+
+def test_an_answer_to_a_rendered_prompt_ends_as_the_template_ends_it() -> None:
+    """Of a base whose own end token is another."""
+    tokenizer = chat_models.tokenizer_of("google-gemma-2-2b-it")
+    encoder = Encoder(tokenizer, DataSettings(train="-"), None)
+    row = Plain("<bos><start_of_turn>user\nShelf?<end_of_turn>\n<start_of_turn>model\n", ("Aisle 3.",), "")
+    assert encoder.encoded(row).completions[0][-1] == tokenizer.convert_tokens_to_ids("<end_of_turn>")
 
 
 @pytest.mark.parametrize(

@@ -265,11 +265,15 @@ class ChatTemplate:
         turns: list[Message] = [{"role": "user", "content": SENTINEL}, said(SENTINEL)]
         return frozenset(TURN_MARKS.findall(self.text_of(turns) if self.is_used else ""))
 
-    def is_rendered(self, prompt: str) -> bool:
-        """Whether a text is one of the template's already: it begins with a mark, or a BOS token and a mark."""
+    def first_mark(self, prompt: str) -> str:
+        """The mark of a turn, of this template or another, that a text begins with, behind BOS; "" without one."""
         bos = getattr(self.tokenizer, "bos_token", None) or ""
         mark = TURN_MARKS.match(prompt.lstrip().removeprefix(bos).lstrip())
-        return mark is not None and mark[0] in self.marks
+        return mark[0] if mark else ""
+
+    def is_rendered(self, prompt: str) -> bool:
+        """Whether a text is one of the template's already: it begins with a mark of it."""
+        return self.first_mark(prompt) in self.marks
 
     # ---- Where things are in a rendering
 

@@ -140,6 +140,11 @@ class Encoder:
         is_known = not self.template.is_used or bool(self._known_ends & set(special))
         return self._known_ends if is_known else self._known_ends | set(special[-1:])
 
+    @cached_property
+    def _turn_end_id(self) -> int:
+        """The token by which the template ends an answer; the end token where it has none."""
+        return next((token for token in self._suffix(thinks=False) if token in self.end_ids), self._eos_token_id)
+
     def fingerprint(self) -> str:
         """A digest, equal for tokenizers that make the same tokens of the same text, as far as that can be known."""
         inner = getattr(self.tokens.inner, "backend_tokenizer", None)
@@ -214,6 +219,10 @@ class Encoder:
                 note = "texts carry the chat template's marks already: taken as they are, not rendered again"
                 self.notes[note] = None
                 return example
+            if (foreign := template.first_mark(texts[0])).startswith("<"):
+                self.notes[
+                    f"texts begin with {foreign}, which the chat template does not have; it is rendered as text"
+                ] = None
         if (bad := next(filter(template.is_rendered, texts), None)) is not None:
             raise Unusable(
                 f"{bad[:40]!r} carries the chat template's marks already; give the whole prompt so, or no part of it"
@@ -232,16 +241,18 @@ class Encoder:
             completions = [ids[len(opening) :] if ids[: len(opening)] == opening else ids for ids in completions]
         if prompt[: len(opening)] != opening:
             prompt = opening + prompt
+        is_turn = self.template.is_used and self.template.is_rendered(example.prompt or "")
         # A text that is nothing stays so: it is refused.
-        return Encoded(prompt, [self._to_end(ids) if ids else ids for ids in completions])
+        return Encoded(prompt, [self._to_end(ids, is_turn) if ids else ids for ids in completions])
 
-    def _to_end(self, ids: list[int]) -> list[int]:
+    def _to_end(self, ids: list[int], is_turn: bool = False) -> list[int]:
         """Up to the first of the trailing ends of turn, blanks between them; with one, where there is none."""
         cut, index = None, len(ids)
         while index > 0 and (ids[index - 1] in self.end_ids or self.tokens.is_blank(ids[index - 1])):
             index -= 1
             cut = index + 1 if ids[index] in self.end_ids else cut
-        return ids[:cut] if cut is not None else [*ids, self._eos_token_id]
+        end = self._turn_end_id if is_turn else self._eos_token_id
+        return ids[:cut] if cut is not None else [*ids, end]
 
     # ---- Chats
 
