@@ -154,11 +154,17 @@ def test_a_column_that_nothing_reads_is_named_once(tmp_path: Path, name: str, va
         ("scene", {"path": "a.wav"}),
         ("attachments", [{"type": "image_url", "url": "https://a/b"}]),
         ("clip", "s3://a/b.mkv"),
+        ("thumbnail", "https://a/b.jpg?size=2"),
+        ("logo", "data:image/png;base64,iVBORw0KGgo="),
+        ("voice", {"array": [0.1], "sampling_rate": 16000}),
+        ("pixel_values", [[0.1]]),
     ],
 )
 def test_media_stop_the_run(tmp_path: Path, name: str, value: object) -> None:
-    with pytest.raises(UserError, match=rf"rows\.jsonl:1: column '{name}' .*data\.ignore=\[{name}\]"):
-        opened(tmp_path, [PAIR | {name: value}])
+    ids = {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7]}
+    for row in (PAIR, ids):
+        with pytest.raises(UserError, match=rf"rows\.jsonl:1: column '{name}' .*data\.ignore=\[{name}\]"):
+            opened(tmp_path, [row | {name: value}])
     with pytest.raises(UserError, match=rf"rows\.jsonl:100: column '{name}' "):
         opened(tmp_path, [*pairs("a", 99), PAIR | {name: value}])
 

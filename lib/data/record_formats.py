@@ -537,6 +537,8 @@ def parse(record: JSON, columns: Columns, kind: RecordKind) -> Record:
     """
     if (names := _token_columns(record, kind)) is not None:
         tokens = _parse_tokens(record, names)
+        for name in record.keys() - {*columns[:6], *columns.ignore}:
+            _require_no_media(name, record[name])
         return tokens if kind != "unpaired" else replace(tokens, label=_label(record, columns.label))
     reader = reader_of(_names_there(record), columns, kind)
     if reader is None:
@@ -782,9 +784,11 @@ def _template_arguments(record: JSON, columns: Columns) -> JSON:
 
 # ---- Columns that nothing reads
 
-MEDIA_NAMES = re.compile(r"^(image|img|picture|photo|video|audio|speech|sound)s?($|_)", re.IGNORECASE)
+MEDIA_NAMES = re.compile(r"^(image|img|picture|photo|pixel|video|audio|speech|sound)s?($|_)", re.IGNORECASE)
 MEDIA_FILES = re.compile(
-    r"\.(png|jpe?g|webp|gif|bmp|tiff?|heic|mp4|mov|avi|mkv|webm|wav|mp3|m4a|flac|opus|ogg)$", re.IGNORECASE
+    r"^data:(image|video|audio)/|\.(png|jpe?g|webp|gif|bmp|tiff?|heic|mp4|mov|avi|mkv|webm|wav|mp3|m4a|flac|opus|ogg)"
+    r"(\?\S*)?$",
+    re.IGNORECASE,
 )
 
 
@@ -799,7 +803,12 @@ def _require_unimportant(name: str, value: object, title: str) -> None:
             meant = f"set {MEANINGFUL[name]}, or " if MEANINGFUL[name] else ""
             how = f"{title} does not read it; {meant}leave it out with data.ignore=[{name}]"
             raise Unusable(f"column {name!r} would be lost: {how}")
-    elif _is_media(name, value):
+    else:
+        _require_no_media(name, value)
+
+
+def _require_no_media(name: str, value: object) -> None:
+    if _is_media(name, value):
         raise Unusable(f"column {name!r} holds media, which is not trained on: data.ignore=[{name}] leaves it out")
 
 
@@ -816,6 +825,7 @@ def _is_media(name: str, value: object) -> bool:
         return bool(value) and _is_media(name, value[0])
     if isinstance(value, dict):  # a file's {path, bytes}, or a content part {type, url}
         kind = value.get("type")
-        return any(_is_media("", item) for item in value.values()) or (isinstance(kind, str) and _is_media(kind, 1))
+        of_type = (isinstance(kind, str) and _is_media(kind, 1)) or "sampling_rate" in value  # a decoded sound
+        return of_type or any(_is_media("", item) for item in value.values())
     is_file = isinstance(value, str) and MEDIA_FILES.search(value) is not None
     return isinstance(value, bytes) or is_file or (MEDIA_NAMES.match(name) is not None and bool(value))
