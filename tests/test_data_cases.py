@@ -11,9 +11,10 @@ import pytest
 from lib.config.load import load as load_settings
 from lib.config.settings import DataSettings, ModelSettings
 from lib.data import inspect
-from lib.data.dataset import load_dataset, require_apart
+from lib.data.dataset import load_dataset
 from lib.data.groups import load_groups
 from lib.data.record_formats import Plain
+from lib.data.sources import require_apart
 from lib.data.streaming import open_held_out, open_training, with_splits
 from lib.data.tokenize import Encoder, render_prompt
 from lib.data.tokenizer import Vocabulary, load_tokenizer_of
@@ -81,21 +82,27 @@ def test_other_layouts_of_a_folder(tmp_path: Path, names: tuple[str, ...], train
     assert found.valid == (valid and str(tmp_path / "data" / valid))
 
 
-def test_held_out_rows_among_the_training_rows_are_named_and_the_same_rows_stop_the_run(tmp_path: Path) -> None:
-    def dataset(name: str, records: list[dict[str, Any]]) -> Any:
-        path = write(tmp_path / f"{name}.jsonl", records)
-        return load_dataset(path, DataSettings(train=path), "preference", wrapped())
-
+@pytest.mark.parametrize("kind", ["preference", "prompt"])
+def test_held_out_rows_among_the_training_rows_are_named_and_the_same_rows_stop_the_run(
+    tmp_path: Path, kind: Any
+) -> None:
+    """Streamed ones as well, and prompts of rounds."""
     said: list[str] = []
-    train, rows = dataset("train", pairs("a", 6)), pairs("a", 2)
+
+    def check(*records: dict[str, Any]) -> None:
+        paths = [write(tmp_path / f"{i}.jsonl", rows) for i, rows in enumerate((pairs("a", 6), [*records]))]
+        settings = DataSettings(train=paths[0], valid=paths[1], streaming=True, cache_dir=str(tmp_path / "cache"))
+        require_apart(settings, kind, said.append)
+
+    rows, is_pair = pairs("a", 2), kind == "preference"
     rows[1]["chosen"] = "Another answer."
-    require_apart(train, dataset("valid", [*rows, *pairs("b", 2)]), said.append)
+    check(*rows, *pairs("b", 2))
     assert [line.partition(": ")[2] for line in said] == [
         "2 of 4 held-out rows have a prompt of the training data (1, 2)",
-        "1 of 4 held-out rows are rows of the training data (1)",
+        f"{1 if is_pair else 2} of 4 held-out rows are rows of the training data ({'1' if is_pair else '1, 2'})",
     ]
-    with pytest.raises(UserError, match=r"all 3 held-out rows are training rows of .*train\.jsonl.* data\.holdout="):
-        require_apart(train, dataset("same", pairs("a", 3)), said.append)
+    with pytest.raises(UserError, match=r"all 3 held-out rows are training rows of .*0\.jsonl.* data\.holdout="):
+        check(*pairs("a", 3))
 
 
 @pytest.mark.parametrize(

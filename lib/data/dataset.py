@@ -349,26 +349,3 @@ def with_mismatched(dataset: Dataset, max_length: int) -> Dataset:
         pieces += [*row.stored, rows[other].stored[1][: max_length - len(row.prompt_ids)]]
     tokens, bounds, digest = pack(dataset.kind, pieces, dataset.labels)
     return replace(dataset, tokens=tokens, bounds=bounds, digest=digest, has_mismatched=True)
-
-
-def require_apart(train: Dataset, valid: Dataset, tell: Callable[[str], None]) -> None:
-    """Counts and names held-out rows that are training rows. Raises UserError: all of them are."""
-
-    def pieces_of(row: Example) -> list[bytes]:
-        return [piece.tobytes() for piece in row.stored[: len(row.stored) - valid.has_mismatched]]
-
-    rows = [*map(pieces_of, train)]
-    prompts, wholes = {row[0] for row in rows if len(row[0]) > 4}, set(map(tuple, rows))  # not of BOS alone
-    held_out = [*enumerate(map(pieces_of, valid), 1)]
-    same_prompts = [number for number, row in held_out if row[0] in prompts]
-    same_rows = [number for number, row in held_out if tuple(row) in wholes]
-    if len(same_rows) == len(valid):
-        raise UserError(
-            f"{valid.path}: all {len(valid):,} held-out rows are training rows of {train.path}, too; name others with "
-            "data.valid=FILE, or hold some out with data.holdout=0.1"
-        )
-    for numbers, what in ((same_prompts, "have a prompt of"), (same_rows, "are rows of")):
-        if numbers:
-            named = ", ".join(map(str, numbers[:5])) + ", ..." * (len(numbers) > 5)
-            of_all = f"{len(numbers):,} of {len(valid):,} held-out rows"
-            tell(f"{valid.path}: {of_all} {what} the training data ({named})")

@@ -365,6 +365,30 @@ def open_sources(
     return records, np.concatenate(chosen)
 
 
+def require_apart(settings: DataSettings, kind: RecordKind, tell: Tell) -> None:
+    """Counts and names rows of data.valid that are rows of data.train, too. Raises UserError: all of them are."""
+    train, valid = settings.train, settings.valid
+    if valid is None:  # data.holdout parts prompts
+        return
+    opened = (open_sources(source, settings, kind, None, silent) for source in (train, valid))
+    of_train, keys = (
+        np.stack([records.column(name)[rows] for name in ("prompt_key", "content_key")]) for records, rows in opened
+    )
+    has_prompt = keys[0] != keys[1]  # plain text has none
+    same_prompts = (np.flatnonzero(has_prompt & np.isin(keys[0], of_train[0])) + 1).tolist()
+    same_rows = (np.flatnonzero(np.isin(keys[1], of_train[1])) + 1).tolist()
+    name, count = " + ".join(weights_of(valid)), keys.shape[1]
+    if len(same_rows) == count:
+        raise UserError(
+            f"{name}: all {count:,} held-out rows are training rows of {' + '.join(weights_of(train))}, too; name "
+            "others with data.valid=FILE, or hold some out with data.holdout=0.1"
+        )
+    for numbers, what in ((same_prompts, "have a prompt of"), (same_rows, "are rows of")):
+        if numbers:
+            named = ", ".join(map(str, numbers[:5])) + ", ..." * (len(numbers) > 5)
+            tell(f"{name}: {len(numbers):,} of {count:,} held-out rows {what} the training data ({named})")
+
+
 def is_held_out(prompt_keys: np.ndarray, holdout: float) -> np.ndarray:
     """Whether each prompt, uint64 [n], is held out: by its hash alone, so that other rows change nothing."""
     below: np.ndarray = prompt_keys < np.uint64(int(holdout * 2**64))

@@ -12,13 +12,13 @@ import mlx.nn as nn
 from rich.text import Text
 
 from lib.config.settings import Config, DataSettings, EvaluateSettings, ModelSettings, RolloutSettings
-from lib.data import tokenizer
-from lib.data.dataset import Dataset, require_apart
+from lib.data import sources, tokenizer
+from lib.data.dataset import Dataset
 from lib.data.groups import load_groups
 from lib.data.inspect import facts_of, picture
 from lib.data.prompts import Prompts, Question, load_questions, open_prompts
 from lib.data.record_formats import Unusable
-from lib.data.streaming import StreamedDataset, open_held_out, open_training
+from lib.data.streaming import StreamedDataset, open_held_out, open_training, with_splits
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import Tokenizer, Vocabulary
 from lib.distributed.world import World
@@ -122,8 +122,8 @@ def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         kind, mismatched = config.record_kind, losses.needs_mismatched(config.train.loss)
         data = open_training(config.data, kind, of_model, tell=say, mismatched=mismatched, vocabulary=words)
         valid = open_held_out(config.data, kind, of_model, tell=say, mismatched=mismatched, vocabulary=words)
-        if isinstance(data, Dataset) and valid is not None:
-            require_apart(data, valid, say)
+        if data.segments is None:  # else nothing is known of rows that are not fetched
+            sources.require_apart(with_splits(config.data), kind, say)
     questions = load_questions(config, of_model, words)
     first_row = None
     if of_model is not None and (examples := data.examples([0])):  # in one line, cut at its beginning where it is long
@@ -171,5 +171,6 @@ def _prompts(
         remedy = f"set rollouts.prompts={len(prompts)}"
         raise UserError(f"rollouts.prompts={rollouts.prompts}, but {prompts.path} has {len(prompts)}; {remedy}")
     if data.valid is not None:
+        sources.require_apart(data, "prompt", say)
         return prompts, opened(data.valid, None)
     return prompts, opened(data.train, True) if data.holdout else None
