@@ -302,6 +302,7 @@ def stages(path: Path) -> list[nn.Module] | None:
     try:
         for rank, part in enumerate(parts):
             pipeline_stage.cut(part, [1, len(part.layers) - 1], rank, None)
+            token_stream.cannot_share_prompts(part)
     except UserError:
         return None
     return parts

@@ -58,7 +58,7 @@ def cut(world: World, model: nn.Module, blocks: Sequence[int]) -> PipelinedWorld
     return pipelined(world, blocks, pipeline_stage.cut(model, blocks, world.rank, links), links)
 
 
-def batches(completions: int, shares_prompts: bool = True) -> list[MicroBatch]:
+def batches(completions: int) -> list[MicroBatch]:
     """Micro-batches of ragged sizes and lengths, each with its reference."""
     draw = np.random.default_rng(3)
 
@@ -67,7 +67,7 @@ def batches(completions: int, shares_prompts: bool = True) -> list[MicroBatch]:
 
     def batch(count: int) -> Batch:
         rows = [Example(i, ids(1, 9), tuple(ids(2, 8) for _ in range(completions))) for i in range(count)]
-        return collate(rows, 4, shares_prompts)
+        return collate(rows, 4, True)
 
     made = [batch(count) for count in (3, 1, 2, 2)]
     return [(one, draw.normal(-20, 3, (len(one.rows), completions)).astype(np.float32)) for one in made]
@@ -92,7 +92,6 @@ def assert_equals_whole(
     cuts: Sequence[int],
     train: TrainSettings = DPO,
     recomputes: bool = False,
-    shares_prompts: bool = True,
     checkpointed: bool = False,
     **changes: Any,
 ) -> None:
@@ -105,10 +104,8 @@ def assert_equals_whole(
     together = cut(world, model, cuts)
     if checkpointed:
         checkpointing.checkpoint_blocks(model)
-    made = batches(1 if train.loss == "sft" else 2, shares_prompts)
-    can_share = token_stream.cannot_share_prompts(whole) is None
-    assert can_share == (token_stream.cannot_share_prompts(model) is None)
-    assert can_share or not shares_prompts
+    made = batches(1 if train.loss == "sft" else 2)
+    assert token_stream.cannot_share_prompts(whole) is token_stream.cannot_share_prompts(model) is None
 
     def compute() -> Sequence[rounding.Results]:
         sums, gradients = sums_and_gradients(whole, train, World(), made)
@@ -137,8 +134,7 @@ def test_stages_compute_what_the_whole_computes(world: World, folder: Path, fami
     changes: dict[str, Any] = {"method": method}
     if method == "dora" and family in ("qwen3_moe", "mixtral"):
         changes["keys"] = ("self_attn.q_proj", "self_attn.o_proj")  # mlx-lm has no DoRA of experts
-    can_share, objective = family != "gemma2", (DPO, SFT)[turn % 2]
-    assert_equals_whole(world, path, CUTS[world.size][turn % 2], objective, turn % 4 < 2, can_share, **changes)
+    assert_equals_whole(world, path, CUTS[world.size][turn % 2], (DPO, SFT)[turn % 2], turn % 4 < 2, **changes)
     world.gather_text("compared")
 
 

@@ -21,7 +21,7 @@ from lib.evaluate.answers import greedy
 from lib.model import load as load_module
 from lib.model import logps, long_attention, token_stream
 from lib.training import reference_model
-from tests import rounding
+from tests import families, rounding
 from tests.test_forward import draw, load, results_of
 from tests.tiny import ROOT, model_folder, train
 
@@ -117,9 +117,10 @@ def test_answers_and_scores_of_a_trained_model_look_back_as_far() -> None:
 
 
 def test_models_that_cannot_are_refused_in_a_line(tmp_path: Path) -> None:
-    gemma2 = load(tmp_path, "gemma2", attention_window=4)
+    path = families.stored(tmp_path / "stored", "nanbeige")
+    model = load_module.load(ModelSettings(path=str(path), attention_window=4), 0)
     with pytest.raises(UserError, match=r"model.attention_window=4 is not for this model: .* would change its outputs"):
-        reference_model.layout(gemma2, DataSettings(train="-", shared_prompts=False), World())
+        reference_model.layout(model, DataSettings(train="-", shared_prompts=False), World())
     with pytest.raises(UserError, match="of 5 tokens; leave it out, or widen it"):
         load(tmp_path, "gemma3_text", attention_window=4)
     recurrent = {"state_size": 4, "conv_kernel": 2, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2}

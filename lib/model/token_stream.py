@@ -2,26 +2,29 @@
 
 The blocks see the stream of lib/data/batch.py as N sequences of one token: every layer but attention computes each
 token by itself, and the rotary embedding takes an offset for each. Attention finds the stream in its cache, and lays it
-out as rectangles, all of them causal, so that no mask is needed. The last block computes what follows attention for the
-tokens alone that the head sees. No model file knows of it.
+out as rectangles, all of them causal, so that no mask is needed. A recurrence is run over these as a whole, each answer
+from the state after its prompt. The last block computes what follows attention for the tokens alone that the head sees.
+No model file knows of it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from lib.config.settings import DataSettings
 from lib.errors import UserError
-from lib.model.layout import backbone_of, block_list_of, embedding_of, family_of, layout_of
+from lib.model.layout import ModelLayout, backbone_of, block_list_of, embedding_of, family_of, layout_of
 from lib.model.long_attention import local_attention
 from lib.model.patches import attend_by_cache, replace_modules, with_methods
 
@@ -78,7 +81,7 @@ def _states(
         if inputs["prefix_length"] == 0 and "suffix_indices" not in inputs and window is None:
             hidden = run_backbone(model, tokens.reshape(rows * completions, -1))
             return hidden.reshape(len(tokens), -1), False
-        stream = Stream(inputs, window)
+        stream = Stream(inputs, window, layout_of(model))
         is_ended = scored is not None and _end_early(model, stream, scored, stack)
         hidden = run_backbone(model, tokens[:, None], cache=[stream] * len(model.layers))
     return hidden.reshape(-1, hidden.shape[-1]), is_ended
@@ -98,12 +101,36 @@ def _noisy(embedding: nn.Module, keys: mx.array, scales: mx.array) -> Callable[[
 
 @dataclass(frozen=True)
 class Window:
-    """Passed to attention as its mask: attention to the last `size` positions only."""
+    """Passed to attention as its mask: attention to the last `size` positions only, or to all."""
 
-    size: int
+    size: int | None
 
 
 RAGGED = ("suffix_indices", "suffix_uses", "are_used", "owned", "are_owned")  # of `arrays_of`
+
+
+class Past(ArraysCache):
+    """Passed to a mixer as its cache: its states after the positions before, or their keys and values, of each row."""
+
+    offset = 0  # positions
+
+    def update_and_fetch(self, *new: mx.array) -> list[mx.array]:
+        if self.offset:
+            new = tuple(mx.concatenate(both, axis=2) for both in zip(self.cache, new, strict=True))
+        self.cache = [*new]
+        return self.cache
+
+    def branched(self, positions: int, branches: int) -> Past:
+        """The same after so many positions, of each row for so many branches."""
+        past = Past(len(self.cache))
+        past.offset = self.offset + positions
+        past.cache = [None if state is None else _branched(state, branches).flatten(0, 1) for state in self.cache]
+        return past
+
+
+def _branched(x: mx.array, branches: int) -> mx.array:
+    """[b, ...] ➜ [b, branches, ...]"""
+    return mx.broadcast_to(x[:, None], (len(x), branches, *x.shape[1:]))
 
 
 class Stream:
@@ -111,20 +138,43 @@ class Stream:
 
     attended: mx.array  # attention's output for all tokens in the block that ran last
     known: mx.array | None = None  # the same of the scored tokens alone: what attention gives from now on
+    __iter__ = None  # of what a block takes for several caches each is the stream
 
-    def __init__(self, inputs: StreamInputs, window: int | None = None):
+    def __init__(self, inputs: StreamInputs, window: int | None = None, layout: ModelLayout | None = None):
         self.rows, self.completions, _ = inputs["mask"].shape
         self.offset, self.prefix, self.window = inputs["offsets"], inputs["prefix_length"], window
-        self.ragged = {name: inputs[name] for name in RAGGED if name in inputs}
+        self.ragged, self.layout = {name: inputs[name] for name in RAGGED if name in inputs}, layout or ModelLayout()
         self.length = (self.offset.size - self.rows * self.prefix) // (self.rows * self.completions)
         if self.ragged:
             self.length = self.ragged["suffix_indices"].shape[-1]
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Window | None:
-        return None if window_size is None else Window(window_size)
+    def __getitem__(self, index: int) -> Stream:
+        return self
+
+    def make_mask(self, N: int, **of_attention: Any) -> Window | None:  # a recurrence's has no options
+        return Window(of_attention["window_size"]) if of_attention else None
+
+    def _window(self, mask: Window | None) -> int | None:
+        return min((size for size in (self.window, mask and mask.size) if size is not None), default=None)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         return keys, values
+
+    def _sequences(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """[N, ...] ➜ of the prefixes [b, P, ...], of what follows them [b * K, T, ...]."""
+        # Split, not sliced: their gradients are joined then, and not each padded to all of it and added.
+        prefixes, tails = mx.split(x, [self.rows * self.prefix])
+        if self.ragged:
+            uses = self.ragged["suffix_uses"], self.ragged["are_used"]
+            tails = _move(tails, self.ragged["suffix_indices"].reshape(-1), *uses)
+        return prefixes.reshape(self.rows, self.prefix, *x.shape[1:]), tails.reshape(-1, self.length, *x.shape[1:])
+
+    def _tokens(self, prefixes: list[mx.array], tails: mx.array) -> mx.array:
+        """`_sequences` back; of tokens that sequences share the first's. prefixes: one array, or none without any."""
+        tails = tails.flatten(0, 1)
+        if self.ragged:
+            tails = _move(tails, self.ragged["suffix_uses"][:, 0], self.ragged["owned"], self.ragged["are_owned"])
+        return mx.concatenate([*(x.flatten(0, 1) for x in prefixes), tails])
 
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Window | None, **options: Any
@@ -134,38 +184,79 @@ class Stream:
             return self.known
         if not (mask is None or isinstance(mask, Window)):
             raise TypeError("this model makes its own attention mask")
-        windows = [size for size in (self.window, mask.size if mask else None) if size is not None]
-        window = min(windows, default=None)
+        window = self._window(mask)
 
         def attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:  # [sequences, heads, length, head_dim]
-            out = local_attention(q, k, v, window, scale=scale, **options)
-            return out.swapaxes(1, 2).flatten(0, 1)
+            return local_attention(q, k, v, window, scale=scale, **options).swapaxes(1, 2)
 
-        ragged, outputs, prefixes = self.ragged, [], []
-        # Split, not sliced: their gradients are joined then, and not each padded to all of it and added.
-        parts = [mx.split(x.squeeze(2), [self.rows * self.prefix]) for x in (queries, keys, values)]
+        both = [[part.swapaxes(1, 2) for part in self._sequences(x.squeeze(2))] for x in (queries, keys, values)]
+        prefixes, tails = [x for x, _ in both], [x for _, x in both]
+        outputs = [attention(*prefixes)] if self.prefix else []
         if self.prefix:
-            prefixes = [x.reshape(self.rows, self.prefix, *x.shape[1:]).swapaxes(1, 2) for x, _ in parts]
-            outputs.append(attention(*prefixes))
-        tails = [x for _, x in parts]
-        if ragged:
-            to_sequences = ragged["suffix_indices"].reshape(-1), ragged["suffix_uses"], ragged["are_used"]
-            tails = [_move(x, *to_sequences) for x in tails]
-        tails = [x.reshape(-1, self.length, *x.shape[1:]).swapaxes(1, 2) for x in tails]
-        if self.prefix:
-            tails[1:] = [self._after_prefix(*both) for both in zip(prefixes[1:], tails[1:], strict=True)]
-        suffixes = attention(*tails)
-        if ragged:
-            suffixes = _move(suffixes, ragged["suffix_uses"][:, 0], ragged["owned"], ragged["are_owned"])
-        outputs.append(suffixes)
-        self.attended = mx.concatenate(outputs)[:, :, None]
+            branches = [_branched(x, self.completions).flatten(0, 1) for x in prefixes[1:]]
+            tails[1:] = [mx.concatenate(parts, axis=2) for parts in zip(branches, tails[1:], strict=True)]
+        self.attended = self._tokens(outputs, attention(*tails))[:, :, None]
         return self.attended
 
-    def _after_prefix(self, prefix: mx.array, tails: mx.array) -> mx.array:
-        """Each row's prefix, [b, heads, P, head_dim], before each of its tails: [b * K, heads, P + T, head_dim]."""
-        tails = mx.unflatten(tails, 0, (self.rows, self.completions))
-        prefixes = mx.broadcast_to(prefix[:, None], (*tails.shape[:3], *prefix.shape[2:]))
-        return mx.concatenate([prefixes, tails], axis=3).flatten(0, 1)
+    def mix(self, given: Any, states: int, run: Callable[[Any], Any]) -> Any:
+        """What a mixer that has so many states makes of a stream. given: its arguments, a tree whose arrays for tokens,
+        [N, 1, ...], `run` gets as [sequences, length, ...], and with its states instead of the stream."""
+        if self.known is not None:
+            return self.known
+        keys, outputs, past = self.layout.token_keys, list[Any](), Past(states)
+        laid_out = [self._sequences(x.squeeze(1)) for _, x in tree_flatten(given) if self._is_of_tokens(x)]
+        keys_laid_out = None if keys is None else self._sequences(keys)
+        for i in (0, 1) if self.prefix else (1,):
+            if outputs:
+                past = past.branched(self.prefix, self.completions)
+            parts = iter([both[i] for both in laid_out])
+            self.layout.token_keys = keys_laid_out and keys_laid_out[i].flatten(0, 1)
+            try:
+                outputs.append(run(tree_map(lambda leaf: self._part(leaf, parts, past, i), given)))  # noqa: B023
+            finally:
+                self.layout.token_keys = keys
+        self.attended = tree_map(lambda tails, *prefixes: self._tokens([*prefixes], tails)[:, None], *outputs[::-1])
+        return self.attended
+
+    def _is_of_tokens(self, leaf: Any) -> bool:
+        return isinstance(leaf, mx.array) and leaf.shape[:2] == (self.offset.size, 1)
+
+    def _part(self, leaf: Any, parts: Iterator[mx.array], past: Past, index: int) -> Any:
+        """An argument of a mixer for the prefixes (index 0), or for what follows them."""
+        if self._is_of_tokens(leaf):
+            return next(parts)
+        if isinstance(leaf, Window):
+            length, size = (self.prefix, self.length)[index], self._window(leaf)
+            return create_causal_mask(length, past.offset, window_size=size)
+        return past if leaf is self else past.offset if leaf is self.offset else leaf
+
+
+def branch_mixers(model: nn.Module, are_attention: bool) -> None:
+    """Lets the parts of a model's blocks that keep something of earlier tokens take a stream by themselves: recurrences
+    and convolutions, or those and attention."""
+    caches = [part for each in make_prompt_cache(model) for part in getattr(each, "caches", [each])]
+    states = next((len(each.cache) for each in caches if isinstance(each, ArraysCache)), 0)
+    parts = [part for block in model.layers for _, part in tree_flatten(block.children(), is_leaf=nn.Module.is_module)]
+    mixers = {id(part) for part in parts if _is_mixer(part, are_attention)}
+
+    def call(plain: Any) -> Any:
+        def of_stream(self: nn.Module, *args: Any, **options: Any) -> Any:
+            stream = next((leaf for _, leaf in tree_flatten((args, options)) if isinstance(leaf, Stream)), None)
+            if stream is None:
+                return plain(self, *args, **options)
+            return stream.mix((args, options), states, lambda given: plain(self, *given[0], **given[1]))
+
+        return of_stream
+
+    replace_modules(model, lambda part: with_methods(part, __call__=call) if id(part) in mixers else None)
+
+
+def _is_mixer(part: nn.Module, is_attention: bool) -> bool:
+    """Whether it has a cache; one that it hands to mlx-lm's attention only where that is asked."""
+    call = type(part).__call__
+    if "cache" not in inspect.signature(call).parameters:
+        return False
+    return is_attention or "scaled_dot_product_attention" not in call.__code__.co_names
 
 
 def _move(x: mx.array, index: mx.array, inverse: mx.array, are_used: mx.array) -> mx.array:
@@ -221,9 +312,6 @@ class EndingBlock:
         return getattr(self.block, name)
 
 
-KEYS_AND_VALUES = {KVCache.__name__, RotatingKVCache.__name__}  # caches of attention alone
-
-
 def cannot_share_prompts(model: nn.Module) -> str | None:
     """None for a model to which a stream is the same as whole rows, by a trial, noted in its layout; else why not.
     Raises UserError: the family's code has no gradient, wants another device, or lets tokens see later ones."""
@@ -231,15 +319,17 @@ def cannot_share_prompts(model: nn.Module) -> str | None:
     was_training, layout = model.training, layout_of(model)
     layout.ends_early = False
     model.eval()
-    kinds: list[str] = []
     try:
-        kinds = sorted({type(cache).__name__ for cache in make_prompt_cache(model)} - KEYS_AND_VALUES)
-        fault = _stream_fault(model)
-    except UserError:
-        raise
-    except Exception as reason:  # a family's own code may raise anything on inputs that it does not expect
-        why = f"keep {', '.join(kinds)} beside keys and values" if kinds else f"do not take a stream: {_line(reason)}"
-        fault = f"its blocks {why}"
+        for are_attention in (False, True):
+            branch_mixers(model, are_attention)
+            try:
+                fault = _stream_fault(model)
+            except UserError:
+                raise
+            except Exception as reason:  # a family's own code may raise anything on inputs that it does not expect
+                fault = f"its blocks do not take a stream: {_line(reason)}"
+            if fault is None:
+                break
     finally:
         model.train(was_training)
     layout.stream_fault = fault or ""
