@@ -134,7 +134,7 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
     with world.agreeing("loading the model"), say.doing("loading the model"):
         lazy, recomputes = dry_run or plan.divides_model, plan.checkpoints_blocks(world.rank)
         model = inputs.load_policy(config.model, config.train.seed, lazy, recomputes)
-    pace = trial.pace(config, world, plan, model, read.data, say.tried_step_seconds)
+    pace, plan = trial.pace(config, world, plan, model, read, say.tried_step_seconds, resume)
     console.show_model(say, model, console.expected(config, read, plan, pace))
     if dry_run:
         say.line("dry run: nothing is trained or written")

@@ -270,13 +270,13 @@ def test_what_a_run_will_take() -> None:
     found = outlook(pace, work, "cpu")
     assert found["training"] == pytest.approx(160)
     assert found["reference"] == pytest.approx((1000 + 160) * 1.6 / 32 / 2)
-    assert found["evaluation"] == pytest.approx(3 * (160 * 1.6 / 32 / 2 + 2.0))
+    assert found["evaluation"] == pytest.approx(2 * 160 * 1.6 / 32 / 2 + 3 * 2.0)
     assert sum(found.values()) == pytest.approx(found["start"] + 160 + found["reference"] + found["evaluation"])
     assert pace_of(planned([None]), "lora", "cpu", None, True) is None
     pace = pace_of(known, "lora", "cpu", 2.0, True)
     assert pace is not None
     tried = outlook(pace, work, "cpu")
-    assert tried["training"] == 200 and tried["reference"] == pytest.approx(160 * 2 / 32 / 3)
+    assert tried["training"] == pytest.approx(200 * 2 / 3) and tried["reference"] == pytest.approx(1160 * 2 / 32 / 3)
     host = RankHost("a", device_name="NVIDIA H200", device="cuda", memory_bytes=140 * GB)
     published = list(read_published().values())
     plan = planned([host], memory=MEMORY, published=published)

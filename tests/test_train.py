@@ -22,13 +22,14 @@ from mlx_lm.models import base
 
 from lib.config import load
 from lib.distributed import compression as exchange
+from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.model.layout import block_list_of
 from lib.model.quantised import device
 from lib.system import mpi_and_blas
 from lib.system.records import PerformanceTracker, read_records
-from lib.training import checkpoint, inputs, trial
+from lib.training import checkpoint, inputs, run_facts, trial
 from lib.training import reference_model as scoring
 from tests import float64, rounding, tiny
 from tests.tiny import ROOT, difference, weights
@@ -230,8 +231,9 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(device() != "cpu", reason="a GPU's time comes from the formula")
-def test_blocks_are_tried_with_the_model_as_it_was(tmp_path: Path) -> None:
-    """Also where a family's code fails with a few of its blocks."""
+def test_blocks_are_tried_with_the_model_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a family's code fails with a few of its blocks. Where they say that attention costs all, micro-batches
+    are of one row, and without plan.replan as they were."""
     config = load.load(None, tiny.settings(tmp_path))
     read = inputs.read_inputs(config, str)
     model = inputs.load_policy(config.model, 0, False, False)
@@ -239,11 +241,19 @@ def test_blocks_are_tried_with_the_model_as_it_was(tmp_path: Path) -> None:
     assert blocks is not None
     before = list(blocks)
     tried = trial.BlockTrial(config, model, blocks, read.data)
-    both, forward = tried.row_seconds(4)
-    assert both > 0 and forward > 0 and tried.answer_seconds(2) > 0
+    found = tried.seconds(4)
+    assert sum(found.step) > 0 and 0 < found.forward <= 1 and found.answer > 0
     with pytest.raises(ZeroDivisionError):
-        tried._whole(lambda: 1 / 0)
+        tried._timed(lambda: 1 / 0, 1)
     assert list(map(id, blocks)) == list(map(id, before))
+    slow = trial.Seconds([0.0, 1e-9, 1e-3, 0.0], 0.5, 0.01, 0.0)
+    monkeypatch.setattr(trial.BlockTrial, "seconds", lambda *_: slow)
+    plan = run_facts.plan_run(config, World(), ["here"], read.data)
+    for replan, size in ((True, 1), (False, 8)):
+        settings = config.model_copy(update={"plan": config.plan.model_copy(update={"replan": replan})})
+        pace, changed = trial.pace(settings, World(), plan, model, read, None, False)
+        assert changed.micro_batch_sizes == [(size,) * (8 // size)] and changed.shares == plan.shares
+        assert pace is not None and pace.step > 8e-3 and pace.row == pytest.approx(pace.step / 16)
 
 
 def test_a_run_continues_from_an_earlier_adapter(tmp_path: Path) -> None:

@@ -49,6 +49,11 @@ class BatchShape:
         return self.rows * self.prefix + self.suffix_tokens
 
     @property
+    def scores(self) -> int:
+        """Of attention, for each head, with those that the causal mask hides."""
+        return self.rows * (self.completions * self.length * (self.prefix + self.length) + self.prefix**2)
+
+    @property
     def cost(self) -> float:
         """In proportion to the time that it takes, in tokens of a dense stream."""
         tokens = self.tokens if self.is_dense else self.tokens * (1 + RAGGED_COST)

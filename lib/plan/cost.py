@@ -50,37 +50,42 @@ class Work:
     evaluations: int
     answer_tokens: int  # generated one after another in all: batches of answers times their length
     asks_reference: bool
+    asked_rows: float = 0.0  # whose prompts are answered: in tokens, so many rows
 
 
 @dataclass(frozen=True)
 class Pace:
     """Seconds of what a run repeats, and what they rest on."""
 
-    step: float
-    row: float  # a forward pass alone
+    step: float  # without its rows' reference
+    row: float  # a forward pass alone, of a row that is trained
+    held_out_row: float
     answer_token: float  # of a batch of answers
     basis: str
-    asks_reference: bool = False  # whether a step's seconds hold its rows' reference
+    trial: float = 0.0  # of what was tried, which the run tries as well
 
 
 def pace_of(plan: ClusterPlan, method: str, device: Device, tried: float | None, asks_reference: bool) -> Pace | None:
-    """By a step that was tried (its seconds, with its rows' reference), else by curves or matrix products; None where
-    nothing is known of the speed. A forward pass alone takes its part of a step's operations."""
+    """By a step that was tried (its seconds, with its rows' reference where steps ask it), else by curves or matrix
+    products; None where nothing is known of the speed. A forward pass alone takes its part of a step's operations."""
     step = tried or plan.basis.step_seconds
     if step is None:
         return None
     basis = "a step that was tried" if tried else "curves" if plan.calibrated else "matrix products, no calibration"
-    asks_reference = asks_reference and tried is not None
-    row = step / plan.global_batch_size / (1 + BACKWARD[method] + asks_reference)
-    return Pace(step, row, TOKEN_SECONDS[device], basis, asks_reference)
+    asked = bool(tried) and asks_reference
+    forward = step / (1 + BACKWARD[method] + asked)
+    row = forward / plan.global_batch_size
+    return Pace(step - asked * forward, row, row, TOKEN_SECONDS[device], basis)
 
 
 def outlook(pace: Pace, work: Work, device: Device) -> dict[str, float]:
     """Seconds of a run's parts: start, training, reference and evaluation. The reference is asked once for each row."""
-    asked = work.held_out + (0 if pace.asks_reference else work.trained)
-    evaluation = work.evaluations * work.held_out * pace.row + work.answer_tokens * pace.answer_token
-    parts = {"start": START_SECONDS[device], "training": work.steps * pace.step}
-    return {**parts, "reference": work.asks_reference * asked * pace.row, "evaluation": evaluation}
+    held_out = work.held_out * pace.held_out_row
+    answers = work.asked_rows * pace.row + work.answer_tokens * pace.answer_token
+    evaluation = (work.evaluations - work.asks_reference) * held_out + answers  # the first one has the reference's
+    parts = {"start": START_SECONDS[device] + pace.trial, "training": work.steps * pace.step}
+    reference = work.asks_reference * (held_out + work.trained * pace.row)
+    return {**parts, "reference": reference, "evaluation": evaluation}
 
 
 def memory_text(plan: ClusterPlan) -> str:

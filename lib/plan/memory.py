@@ -10,6 +10,7 @@ Against 54 measured peaks of an H200 the formula lies between 0.8 and 1.35 (test
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -22,6 +23,7 @@ from lib.system.hardware import Device
 MARGIN = 1.1  # for work that MLX submits ahead, views, the rounding of allocations
 LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/model/logps.py has it
 LONG = 2048  # positions; longer rows attend in blocks, which keep no probabilities
+MOST_ROWS = 512  # the largest ones, whose sizes are known
 SLICE_BYTES = 2**20  # of an array whose optimizer states take 8 bits, as float32
 UPDATED_BYTES = 2**23  # of trained numbers whose updates are under way at a time
 # Tokens of a micro-batch beyond which a device gains nothing, as measured: an H200's matrix products from 12,288 on; on
@@ -108,11 +110,10 @@ def activation_bytes_of_block(
     if batch.prefix:  # every completion has a copy of its prompt's keys and values
         kept += 2 * keys * sequences * positions * item
     is_fused = device == "cuda" and item == 2 and shape.head_dim <= 128
-    scores = sequences * batch.length * positions + batch.rows * batch.prefix**2
     if not is_fused and positions <= LONG:
-        kept += scores * shape.heads * item
+        kept += batch.scores * shape.heads * item
     at_work: float = batch.tokens * (3 * columns + 4 * hidden) * item + (not is_fused) * 2 * min(
-        scores * shape.heads * item, 2**28
+        batch.scores * shape.heads * item, 2**28
     )
     weights = block_weights(shape, is_sparse)
     if shape.weight_bytes < shape.other_bytes:  # dequantised for one product at a time
@@ -207,7 +208,7 @@ def trained_parameters(shape: ModelShape, training: Training) -> tuple[float, fl
 
 @dataclass(frozen=True)
 class Rows:
-    """The largest rows of a data set, in tokens; each figure is that of the row that has most."""
+    """The largest rows of a data set, in tokens; each figure is that of the rows that have most."""
 
     prompt: int  # of the row with most tokens in all
     seen: int  # positions of the longest sequence
@@ -215,13 +216,15 @@ class Rows:
     scored: int  # of a row, over its completions
     completions: int = 2
     length_multiple: int = 64
+    sums: Sequence[Sequence[int]] = ()  # tokens and scored tokens of the one, two, three, ... rows that have most
 
     @classmethod
     def of(cls, prompts: np.ndarray, seen: np.ndarray, scored: np.ndarray, length_multiple: int) -> Rows:
         """prompts: int [n]; seen, scored: int [n, K]."""
         tokens, scored = real_tokens(prompts, seen), scored.sum(axis=1)
         largest = int(prompts[tokens.argmax()]), int(seen.max()), int(tokens.max()), int(scored.max())
-        return cls(*largest, seen.shape[1], length_multiple)
+        sums = [np.cumsum(np.sort(each)[::-1][:MOST_ROWS]).tolist() for each in (tokens, scored)]
+        return cls(*largest, seen.shape[1], length_multiple, sums)
 
     @classmethod
     def mean(cls, prompts: np.ndarray, seen: np.ndarray, scored: np.ndarray, length_multiple: int) -> Rows:
@@ -232,7 +235,11 @@ class Rows:
 
     def batch(self, pairs: int, shared_prompts: bool) -> BatchShape:
         prompt, widest = min(self.prompt, self.seen), min(self.scored, self.seen)
-        need = (pairs, prompt, prompt, self.seen, pairs * self.tokens, pairs * self.scored, widest)
+        in_all: list[int] = [pairs * self.tokens, pairs * self.scored]
+        if self.sums:
+            known = min(pairs, len(self.sums[0]))
+            in_all = [-(-of_rows[known - 1] * pairs // known) for of_rows in self.sums]
+        need = (pairs, prompt, prompt, self.seen, *in_all, widest)
         return batch_shape_of(np.array([need], NEED), self.completions, self.length_multiple, shared_prompts)
 
 

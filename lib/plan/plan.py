@@ -7,7 +7,7 @@ what the machines do alone, R_i = max over b of b / tau_i(b) (lib/plan/shares.py
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
@@ -132,6 +132,7 @@ class Basis:
     key: CurveKey | None = None  # what calibrations know this run's model and rows by
     matmul_gflops: Mapping[str, Sequence[float]] = field(default_factory=dict)  # measured at the start, by host
     step_seconds: float | None = None  # by curves, else by matrix products and the model's operations
+    needed_bytes: Callable[[int, int], int | None] | None = None  # of a rank, for micro-batches of so many pairs
 
 
 @dataclass(frozen=True)
@@ -267,6 +268,12 @@ class ClusterPlan:
             for rank, sizes in zip(self.ranks, micro_batch_sizes, strict=True)
         )
         return replace(self, ranks=tuple(ranks), reason=reason, warnings=(), predictions=())
+
+    def in_smaller(self, most: Sequence[int], reason: str) -> ClusterPlan:
+        """The same shares in smaller micro-batches, which hold less; what was predicted is as it was."""
+        needed, ranks = self.basis.needed_bytes or (lambda *_: None), self.in_pieces(most).ranks
+        sized = (replace(r, planned_bytes=r.share and needed(r.rank, max(r.micro_batch_sizes))) for r in ranks)
+        return replace(self, ranks=tuple(sized), reason=reason)
 
     def in_pieces(self, most: Sequence[int | None]) -> ClusterPlan:
         """Every rank's share in micro-batches of so many pairs; None: as it is."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from lib.config.load import with_strategy
 from lib.config.settings import IndependentSettings, ModelSettings, PlanSettings
@@ -58,7 +59,10 @@ def plan(facts: PlanFacts) -> ClusterPlan:
         curves = HostSpeeds.of(replace(facts, hosts=hosts)).whole_curves(chosen.gradient_checkpointing)
         with_curves = (replace(rank, curve=curve) for rank, curve in zip(chosen.ranks, curves, strict=False))
         seconds = max((rank.predicted_compute_seconds or 0.0 for rank in with_curves), default=None)
-    return replace(chosen, basis=Basis(facts.key, step_seconds=seconds), warnings=(*warnings, *chosen.warnings))
+    recomputes = chosen.gradient_checkpointing or facts.key.gradient_checkpointing
+    key = facts.key.model_copy(update={"gradient_checkpointing": recomputes})
+    basis = Basis(facts.key, step_seconds=seconds, needed_bytes=partial(facts.needed_bytes, key=key))
+    return replace(chosen, basis=basis, warnings=(*warnings, *chosen.warnings))
 
 
 # ---- The whole model on every host

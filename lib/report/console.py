@@ -18,6 +18,7 @@ from rich.text import Text
 
 from lib.config import read_file
 from lib.config.settings import Config, CostSettings, MetalSettings
+from lib.data.batch import real_tokens
 from lib.distributed.world import World
 from lib.evaluate.evaluator import ANSWER_TOKENS, SAMPLE_TOKENS
 from lib.plan.cost import Pace, Work, hosts_cost, memory_text, outlook
@@ -267,15 +268,19 @@ def expected(config: Config, inputs: Inputs, plan: ClusterPlan, pace: Pace | Non
     evaluate, data, steps = config.evaluate, inputs.data, config.steps_over(len(inputs.data))
     evaluations, questions = 1 + -(-steps // (evaluate.every or steps or 1)), len(inputs.questions)
     batches = -(-min(questions, evaluate.answers_limit) // evaluate.batch_size)
-    answer_tokens = evaluations * batches * min(evaluate.max_tokens, float(data.lengths.mean()))
+    prompts, seen, _ = data.trained
+    answer_tokens = evaluations * batches * min(evaluate.max_tokens, float((seen - prompts[:, None]).mean()))
+    answered = evaluations * min(questions, evaluate.answers_limit)
     if evaluate.samples and inputs.tokenizer is not None:  # before and after training
         answer_tokens += 2 * (ANSWER_TOKENS if questions else SAMPLE_TOKENS)
+        answered += 2 * evaluate.samples
     work = Work(
         steps=steps,
         trained=min(len(data), steps * config.train.global_batch_size),
         held_out=len(inputs.valid) if inputs.valid is not None else 0,
         evaluations=evaluations,
         answer_tokens=round(answer_tokens),
+        asked_rows=answered * float(prompts.sum() / real_tokens(prompts, seen).sum()),
         asks_reference=needs_reference(config.train),
     )
     memory, text = memory_text(plan), ""

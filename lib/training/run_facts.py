@@ -44,7 +44,6 @@ TRIAL: dict[str, dict[str, object]] = {  # what a trial changes
     "data": {"valid": None, "holdout": 0.0},
     "evaluate": {"every": None, "answers": None, "samples": 0},
     "checkpoint": {"every": None},
-    "plan": {"replan": False},
 }
 RATES = "every rank's matrix-product rate"
 
@@ -85,6 +84,9 @@ def plan_run(
         first = advised(config.plan, config.train, config.strategy, plan(facts))
         of_ranks = tuple(replace(rank, blas_threads=here[0]) for rank, here in zip(first.ranks, every, strict=True))
         first = replace(first, basis=replace(first.basis, matmul_gflops=rates), ranks=of_ranks)
+        if config.plan.micro_batch_sizes is None and len(before) == len(hosts) and not first.divides_model:
+            sizes = [max(rank["micro_batch_sizes"], default=1) for rank in before]
+            first = first.in_smaller(sizes, first.reason) if first.shares == [r["share"] for r in before] else first
     world.require_equal("plan", json.dumps(first.decisions()))  # unlike plans would lose rows, or train them twice
     return replace(first, warnings=(*warnings, *first.warnings))
 

@@ -1,53 +1,82 @@
-"""How fast a run will be, on a CPU by a few of the model's blocks, which are tried before it."""
+"""How fast a run will be: on a CPU by a few of the model's blocks, which real rows try before it; and the micro-batches
+that make it fastest there."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from lib.config.settings import Config
-from lib.data.batch import collate
-from lib.data.dataset import Dataset
+from lib.config.settings import Config, ModelSettings, TrainSettings
+from lib.data.batch import BatchShape, batch_shape_of, collate_trained, need_of, real_tokens
+from lib.data.dataset import Dataset, Example
+from lib.data.order import epoch_order, micro_batches, split
 from lib.distributed.world import World
-from lib.model.layout import block_list_of
+from lib.model.layout import block_list_of, layout_of
 from lib.model.quantised import device
-from lib.model.token_stream import arrays_of, length_multiple
+from lib.model.token_stream import StreamInputs, arrays_of, cannot_share_prompts, hidden_states, length_multiple
 from lib.plan.cost import Pace, pace_of
 from lib.plan.plan import ClusterPlan
-from lib.training.losses import figures_of, needs_reference
+from lib.training.inputs import Inputs
+from lib.training.losses import UNPAIRED_LOSSES, figures_of, needs_mismatched, needs_reference
 
-FEW, MORE = 1, 5  # of its blocks
-LOOK_SECONDS, LOOKS = 0.2, 3  # of a micro-batch that few blocks take; how often all is timed
+FEW, MORE = 1, 4  # of its blocks
+LOOK_SECONDS, LOOKS = 1.0, 3  # that looks at a micro-batch may take; how many there are at most
+QUANTILES = 0.5, 0.97  # of the lengths of rows that are tried
+CUT = 8  # tokens of a prompt, and of a completion, in a very short micro-batch
+LOOKED_ROWS = 1024  # of the run's, for the micro-batches of each size
+WORTH = 1.1  # times as fast: then other micro-batches are taken
 ANSWER_TOKENS = 4
+BASIS = "a few blocks that were tried"
+
+
+class Seconds(NamedTuple):
+    """What a rank takes."""
+
+    step: list[float]  # forward and backward of a micro-batch, for each of `figures`
+    forward: float  # of them, for a forward pass alone
+    answer: float  # one more token of each of a batch of answers
+    trial: float  # in which that was found
+
+
+def figures(shape: BatchShape, blocks: int) -> list[float]:
+    """What a micro-batch's seconds are in proportion to: blocks, their tokens and attention's scores, the head's."""
+    return [blocks, blocks * shape.tokens, blocks * shape.scores, shape.scored]
 
 
 def pace(
-    config: Config, world: World, plan: ClusterPlan, model: nn.Module, data: object, step: float | None
-) -> Pace | None:
-    """How fast a run will be: by a step that was tried (its seconds, with its rows' reference), else by curves; else on
-    a CPU by a few blocks, which all ranks try now, elsewhere by matrix products."""
-    blocks = block_list_of(model)
-    is_known = step or plan.calibrated or plan.divides_model
-    if is_known or device() != "cpu" or not isinstance(data, Dataset) or not blocks:
-        return pace_of(plan, config.model.method, device(), step, needs_reference(config.train))
-    trial = BlockTrial(config, model, blocks, data)
-    most, mine = max(plan.micro_batch_sizes[world.rank], default=1), []
-    with contextlib.suppress(Exception):  # of a family that counts on all of its blocks: nothing is lost but a figure
-        mine = [*trial.row_seconds(most), trial.answer_seconds(config.evaluate.batch_size)]
-    ranks = [json.loads(text) for text in world.gather_text(json.dumps(mine), "every rank's blocks")]
-    if not all(ranks):
-        return pace_of(plan, config.model.method, device(), None, False)
-    step = max(share * both for share, (both, _, _) in zip(plan.shares, ranks, strict=True))
-    forward, answer = (max(rank[i] for rank in ranks) for i in (1, 2))
-    return Pace(step, forward / world.size, answer, "a few blocks that were tried")
+    config: Config, world: World, plan: ClusterPlan, model: nn.Module, inputs: Inputs, tried: float | None, resume: bool
+) -> tuple[Pace | None, ClusterPlan]:
+    """How fast a run will be: by curves; else on a CPU by a few blocks, which all ranks try now, elsewhere by matrix
+    products; and by a step that was tried (its seconds, with its rows' reference). And the plan, in the micro-batches
+    that those blocks say are fastest, where timings may decide something and nothing is resumed."""
+    blocks, data = block_list_of(model), inputs.data
+    known = pace_of(plan, config.model.method, device(), tried, asks_in_steps(config.train, config.model))
+    if plan.calibrated or plan.divides_model or not isinstance(data, Dataset) or not blocks:
+        return known, plan
+    trial, mine = BlockTrial(config, model, blocks, data), list[object]()
+    if device() == "cpu":
+        with contextlib.suppress(Exception):  # of a family that counts on all of its blocks: only a figure is lost
+            mine = [*trial.seconds(max(plan.micro_batch_sizes[world.rank], default=1))]
+    ranks = [
+        Seconds(*json.loads(text))
+        for text in world.gather_text(json.dumps(mine), "every rank's blocks")
+        if text != "[]"
+    ]
+    if len(ranks) < world.size:
+        return known, plan
+    if config.plan.replan and config.plan.micro_batch_sizes is None and not resume:
+        plan = trial.fastest(plan, ranks)
+    return trial.pace(plan, ranks, inputs.valid, tried), plan
 
 
 @dataclass(frozen=True)
@@ -59,33 +88,55 @@ class BlockTrial:
     blocks: list[nn.Module]  # the model's own list
     data: Dataset
 
-    def row_seconds(self, most: int) -> tuple[float, float]:
-        """Seconds of a row of mean length, in a micro-batch of at most `most`: forward and backward, and forward."""
-        size, most = 1, min(most, len(self.data))
-        while self._seconds(self._work(size)[0], FEW, looks=1) < LOOK_SECONDS and 2 * size <= most:
-            size *= 2
-        both, forward = self._work(size)
+    # ---- What is timed
+
+    def seconds(self, most: int) -> Seconds:
+        """What this rank takes, by micro-batches of at most `most` rows: a very short one, usual and long ones."""
+        cannot_share_prompts(self.model)  # notes it
+        began = time.perf_counter()
+        ascending, blocks = np.argsort(self.lengths, kind="stable"), min(MORE, len(self.blocks))
+        known, times, middle = list[list[float]](), list[float](), int(ascending[len(ascending) // 2])
+        for quantile in (None, *QUANTILES):
+            at, size = int((quantile or 0.5) * (len(ascending) - 1)), 1
+            if quantile is not None:  # as many rows as the first look allows, a token at a time
+                a_row = times[0] / known[0][1] * self.lengths[ascending[at]]
+                size = max(1, min(most, len(ascending), int(LOOK_SECONDS / a_row)))
+            start = min(at, len(ascending) - size)
+            shape, inputs = self._batch(ascending[start : start + size].tolist(), quantile is None)
+            self.model.train()
+            times.append(self._timed(nn.value_and_grad(self.model, partial(self._states, inputs)), blocks) / blocks)
+            known.append(figures(shape, 1)[:-1])
+            if quantile == QUANTILES[0]:
+                self.model.eval()
+                forward = min(1.0, self._timed(partial(self._states, inputs), blocks) / blocks / times[-1])
+        a_block, (shape, inputs) = non_negative_fit(np.array(known), np.array(times)), self._batch([middle], False)
         self.model.train()
-        with_gradients = self._whole(both)
+        head = self._timed(nn.value_and_grad(self.model, partial(self._figures, inputs)), FEW)
+        head -= FEW * float(np.dot(a_block, figures(shape, 1)[:-1]))
+        answer = self.answer_seconds()
+        return Seconds([*a_block, max(head, 0.0) / shape.scored], forward, answer, time.perf_counter() - began)
+
+    def _states(self, inputs: StreamInputs) -> mx.array:
+        return hidden_states(self.model, inputs).astype(mx.float32).sum()
+
+    def _figures(self, inputs: StreamInputs) -> mx.array:
+        return sum((each.sum() for each in figures_of(self.config.train, self.model, inputs)), mx.array(0.0))
+
+    def _batch(self, rows: list[int], is_cut: bool) -> tuple[BatchShape, StreamInputs]:
+        """A micro-batch's shape and inputs. is_cut: of the rows' first few tokens."""
+        examples, layout = self.data.examples(rows), (length_multiple(self.config.data), self.shares_prompts)
+        if is_cut:
+            examples = [Example.of(e.row, [part[:CUT] for part in e.stored], e.label) for e in examples]
+        batch = collate_trained(examples, *layout, self.data.has_mismatched)
+        pieces = np.array([[*map(len, e.stored)] for e in examples])[:, : 1 + batch.mask.shape[1]]
+        prompts, completions = pieces[:, 0], pieces[:, 1:]
+        return self.shape_of(prompts, prompts[:, None] + completions - 1, completions), arrays_of(batch.inputs)
+
+    def answer_seconds(self) -> float:
+        """Seconds of one more token of each answer of a batch."""
         self.model.eval()
-        return with_gradients / size, self._whole(forward) / size
-
-    def _work(self, size: int) -> tuple[Callable[[], object], Callable[[], object]]:
-        """Forward and backward through a micro-batch of rows of mean length, and forward alone."""
-        near = np.argsort(abs(self.data.lengths - self.data.lengths.mean()), kind="stable")[:size].tolist()
-        settings, train, model = self.config.data, self.config.train, self.model
-        batch = collate(self.data.examples(near), length_multiple(settings), settings.shared_prompts)
-        inputs = arrays_of(batch.inputs)
-
-        def forward() -> mx.array:
-            return sum((figures.sum() for figures in figures_of(train, model, inputs)), mx.array(0.0))
-
-        return nn.value_and_grad(model, forward), forward
-
-    def answer_seconds(self, answers: int) -> float:
-        """Seconds of one more token of each of so many answers."""
-        self.model.eval()
-        tokens = mx.zeros((answers, 1), mx.int32)
+        evaluate = self.config.evaluate
+        tokens = mx.zeros((evaluate.batch_size if evaluate.answers else max(evaluate.samples, 1), 1), mx.int32)
 
         def write() -> mx.array:
             cache = make_prompt_cache(self.model)
@@ -94,25 +145,118 @@ class BlockTrial:
                 mx.eval(logits)
             return logits
 
-        return self._whole(write) / ANSWER_TOKENS
-
-    def _whole(self, work: Callable[[], object]) -> float:
-        """Seconds of work that goes through all blocks."""
         few, more = min(FEW, len(self.blocks)), min(MORE, len(self.blocks))
-        seconds = self._seconds(work, few, LOOKS)
-        a_block = (self._seconds(work, more, LOOKS) - seconds) / (more - few) if more > few else 0.0
-        return seconds + max(a_block, 0.0) * (len(self.blocks) - few)
+        seconds = self._timed(write, few)
+        a_block = max(self._timed(write, more) - seconds, 0.0) / max(more - few, 1)
+        return (seconds + a_block * (len(self.blocks) - few)) / ANSWER_TOKENS
 
-    def _seconds(self, work: Callable[[], object], count: int, looks: int) -> float:
-        """The fastest of some looks at work that goes through so many blocks."""
+    def _timed(self, work: Callable[[], object], count: int) -> float:
+        """Seconds of work that goes through so many blocks: the fastest of some looks."""
         every = list(self.blocks)
         self.blocks[:] = every[:count]
         try:
-            times = []
-            for _ in range(looks):
+            times = list[float]()
+            while len(times) < LOOKS and sum(times) < LOOK_SECONDS:
                 began = time.perf_counter()
                 mx.eval(work())
                 times.append(time.perf_counter() - began)
         finally:
             self.blocks[:] = every
         return min(times)
+
+    # ---- What follows for the run
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [n]: what rows are sorted by."""
+        return real_tokens(*self.data.trained[:2]) if self.config.data.shared_prompts else self.data.lengths
+
+    @property
+    def shares_prompts(self) -> bool:
+        return self.config.data.shared_prompts and not layout_of(self.model).stream_fault
+
+    def shape_of(self, prompts: np.ndarray, seen: np.ndarray, scored: np.ndarray) -> BatchShape:
+        """Of a micro-batch; arguments as need_of's."""
+        need = need_of(prompts, seen, scored)[None]
+        return batch_shape_of(need, seen.shape[1], length_multiple(self.config.data), self.shares_prompts)
+
+    def step_seconds(self, data: Dataset, parts: Sequence[np.ndarray], size: int, rank: Seconds) -> np.ndarray:
+        """Forward and backward seconds of each step, float64 [parts]: its rows, ascending, `size` at a time."""
+        sizes, blocks = data.trained, len(self.blocks)
+        shape_of = lambda rows: self.shape_of(*(of_all[rows] for of_all in sizes))  # noqa: E731
+        known = [[figures(shape_of(rows), blocks) for rows in micro_batches(part, size)] for part in parts]
+        return np.array([(np.array(of_step).reshape(-1, len(rank.step)) @ rank.step).sum() for of_step in known])
+
+    def fastest(self, plan: ClusterPlan, ranks: Sequence[Seconds]) -> ClusterPlan:
+        """The plan in the micro-batches that take its rows least time, where they are worth a change."""
+        steps, before = self.steps(plan), [max(rank.micro_batch_sizes, default=1) for rank in plan.ranks]
+        sizes = list(before)
+        for rank, most in enumerate(before):
+            tried = sorted({most, *(2**i for i in range(most.bit_length()))})
+            each = [self.step_seconds(self.data, [of[rank] for of in steps], s, ranks[rank]).sum() for s in tried]
+            if each[-1] > WORTH * min(each):
+                sizes[rank] = tried[int(np.argmin(each))]
+        if sizes == before:
+            return plan
+        shown = ", ".join(map(str, dict.fromkeys(sizes)))
+        return plan.in_smaller(sizes, f"{plan.reason}; in micro-batches of {shown}, the fastest by {BASIS}")
+
+    def steps(self, plan: ClusterPlan) -> list[list[np.ndarray]]:
+        """Some of the run's steps, evenly taken: rows of each rank, ascending."""
+        batches = self.batches[: self.config.steps_over(len(self.data))]
+        looked = batches[:: -(-len(batches) * self.config.train.global_batch_size // LOOKED_ROWS)]
+        return [split(rows, self.lengths, plan.shares) for rows in looked]
+
+    @property
+    def batches(self) -> list[np.ndarray]:
+        """Rows of the steps of the first epoch."""
+        train, data = self.config.train, self.data
+        order = epoch_order(data.lengths, train.seed, 0, train.global_batch_size, segments=data.segments)
+        return micro_batches(order, train.global_batch_size)
+
+    def pace(self, plan: ClusterPlan, ranks: Sequence[Seconds], valid: Dataset | None, tried: float | None) -> Pace:
+        """A step takes as long as its slowest rank, or as the mean of a trial's second and third (`tried`)."""
+        train, evaluate, epoch = self.config.train, self.config.evaluate, self.batches
+        sizes = [max(rank.micro_batch_sizes, default=1) for rank in plan.ranks]
+        forward, passes = max(rank.forward for rank in ranks), 1 + needs_mismatched(train.loss)
+
+        def seconds(steps: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
+            each = zip(zip(*steps, strict=True), sizes, ranks, strict=True)
+            of_ranks = [self.step_seconds(self.data, *of_rank) for of_rank in each]
+            return np.max(of_ranks, axis=0) * (1 + forward * (train.loss in UNPAIRED_LOSSES))
+
+        step, held_out, scale, basis = float(seconds(self.steps(plan)).mean()), 0.0, 1.0, BASIS
+        row = forward * passes * step / train.global_batch_size
+        if valid is not None:
+            parts = micro_batches(np.argsort(valid.lengths, kind="stable"), evaluate.batch_size)
+            parts = parts[:: -(-len(valid) // LOOKED_ROWS)]
+            each = [self.step_seconds(valid, parts, evaluate.batch_size, rank).sum() for rank in ranks]
+            held_out = forward * passes * float(np.mean(each)) / len(each) / sum(map(len, parts))
+        if tried is not None:
+            again = [(split(epoch[i % len(epoch)], self.lengths, plan.shares), i < len(epoch)) for i in (1, 2)]
+            asked = (
+                np.array([is_new for _, is_new in again]) * asks_in_steps(train, self.config.model) * forward * passes
+            )
+            scale = tried / max(float((seconds([parts for parts, _ in again]) * (1 + asked)).mean()), 1e-9)
+            basis = "a step that was tried"
+        answer, trial = (max(seconds) for seconds in list(zip(*ranks, strict=True))[2:])
+        return Pace(scale * step, scale * row, scale * held_out, answer, basis, trial)
+
+
+def non_negative_fit(known: np.ndarray, seconds: np.ndarray) -> list[float]:
+    """Coefficients of no negative one, float64 [f], that fit in proportion. known: [n, f]; seconds: [n]."""
+    scaled, found = known / seconds[:, None], np.zeros(known.shape[1])
+    unit = np.maximum(np.abs(scaled).max(axis=0), 1e-300)
+    left = list(range(known.shape[1]))
+    while left:
+        fit = np.linalg.lstsq((scaled / unit)[:, left], np.ones(len(seconds)), rcond=None)[0]
+        if fit.min() >= 0:
+            found[left] = fit
+            break
+        left.pop(int(np.argmin(fit)))
+    return list(found / unit)
+
+
+def asks_in_steps(train: TrainSettings, model: ModelSettings) -> bool:
+    """Whether steps compute the reference of rows that are new to it."""
+    return needs_reference(train) and model.reference == "initial" and model.method != "full"
