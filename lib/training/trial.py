@@ -30,7 +30,7 @@ from lib.training.inputs import Inputs
 from lib.training.losses import UNPAIRED_LOSSES, figures_of, needs_mismatched, needs_reference
 
 FEW, MORE = 1, 4  # of its blocks
-LOOK_SECONDS, LOOKS = 1.0, 3  # that looks at a micro-batch may take; how many there are at most
+LOOK_SECONDS, LOOKS = 1.0, 6  # that looks at a micro-batch may take; how many there are at most
 QUANTILES = 0.5, 0.97  # of the lengths of rows that are tried
 CUT = 8  # tokens of a prompt, and of a completion, in a very short micro-batch
 LOOKED_ROWS = 1024  # of the run's, for the micro-batches of each size
