@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from lib.config.settings import ModelSettings, SyncSettings, TrainSettings
@@ -135,6 +136,22 @@ def test_a_family_equals_itself_shared_and_in_stages(tmp_path: Path, family: str
     adapters.make_trainable(again, settings.model_copy(update={"adapter": str(tmp_path)}), 0)
     inputs = token_stream.arrays_of(collate(examples, 4, False).inputs)
     assert mx.array_equal(completion_logps(again.eval(), inputs), completion_logps(model.eval(), inputs))
+
+
+def test_dropout_within_a_recurrence_follows_the_token(tmp_path: Path) -> None:
+    settings = ModelSettings(path=str(families.stored(tmp_path / "stored", "qwen3_5")), dropout=0.3)
+    model = load_module.load(settings, 0)
+    adapters.make_trainable(model, settings, 0)
+    model.update(tree_map(lambda a: a + 0.1, model.trainable_parameters()))
+    assert token_stream.cannot_share_prompts(model.train()) is None
+    found = []
+    for shared in (True, False):
+        batch = collate(pairs(), 4, shared)
+        batch = replace(batch, noise_keys=batch.places.astype(np.uint32))
+        found.append(completion_logps(model, token_stream.arrays_of(batch.inputs)))
+    assert mx.allclose(*found, rtol=LIMIT) and not mx.allclose(
+        found[0], completion_logps(model.eval(), token_stream.arrays_of(batch.inputs)), rtol=100 * LIMIT
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 from mlx_lm import batch_generate
 
-from lib.config.settings import ModelSettings
 from lib.errors import Stopped
 from lib.evaluate.sample import BLOCK, Prompt, Sample, Sampler, draw, uniforms
-from lib.model import load as load_module
-from tests import rounding
+from lib.model.token_stream import cannot_share_prompts
+from tests import families, rounding
 from tests.test_forward import load
-from tests.tiny import model_folder
 
 VOCABULARY = 48
 END = 1
@@ -120,16 +118,19 @@ def test_answers_that_are_not_wanted_any_more_are_left(tmp_path: Path, family: s
     assert len(found) < 5 * Sampling.samples
 
 
-@pytest.mark.parametrize("family", ["gemma2", "mamba"])
+@pytest.mark.parametrize("family", ["gemma2", "mamba", "qwen3_5", "kimi_linear", "lfm2", "granitemoehybrid", "jamba"])
+@pytest.mark.long("granitemoehybrid", "jamba", "lfm2")
 def test_windows_and_recurrent_states_are_sampled_by_their_own_caches(tmp_path: Path, family: str) -> None:
-    if family == "mamba":
-        sizes = {"state_size": 4, "conv_kernel": 2, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2}
-        folder = model_folder(tmp_path / "mamba", model_type="mamba", **sizes)
-        model = load_module.load(ModelSettings(path=str(folder), random_init=True), 0)
-    else:
-        model = load(tmp_path, family).eval()
+    """Drawn and greedy tokens of padded prompts, by whole rows without a cache; after a trial of the stream, too."""
+    model = families.build(families.stored(tmp_path / "stored", family)).eval()
+    assert cannot_share_prompts(model) is None
+    limit = rounding.roundoff(64) * VOCABULARY
     for sample in sampled(model, Sampling(), prompts_of(3)):
-        assert np.abs(logps_of(model, sample) - sample.logps).max() <= rounding.roundoff(64) * VOCABULARY
+        assert np.abs(logps_of(model, sample) - sample.logps).max() <= limit
+    for sample in sampled(model, Sampling(samples=1, temperature=0), prompts_of(3, seed=1)):
+        logits = model(mx.array([sample.prompt_tokens + sample.tokens]))[0, len(sample.prompt_tokens) - 1 : -1]
+        chosen = mx.take_along_axis(logits, mx.array(sample.tokens)[:, None], axis=-1)[:, 0]
+        assert len(sample.tokens) and mx.all(chosen >= logits.max(axis=-1) - limit)
 
 
 @pytest.mark.long
