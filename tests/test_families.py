@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models import bailing_moe_linear, recurrent_gemma, ssm
+from mlx_lm.models import gated_delta as mlx_gated_delta
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from lib.config.settings import ModelSettings, SyncSettings, TrainSettings
@@ -23,7 +26,7 @@ from lib.distributed.links import Links
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.export import command
-from lib.model import adapter_files, adapters, gated_delta, patches, token_stream
+from lib.model import adapter_files, adapters, gated_delta, recurrences, token_stream
 from lib.model import load as load_module
 from lib.model.checkpointing import checkpoint_blocks
 from lib.model.layout import layout_of
@@ -183,35 +186,43 @@ def gather(a: mx.array, b: mx.array, lhs_indices: None = None, rhs_indices: Any 
     return a @ b[rhs_indices]
 
 
-def convolve(x: mx.array, weight: mx.array, *_: Any) -> mx.array:
+def convolve(x: mx.array, weight: mx.array, *_: Any, **__: Any) -> mx.array:
     """mx.conv1d of each channel by itself."""
     length = x.shape[1] - weight.shape[1] + 1
     return sum(x[:, i : i + length] * weight[:, i, 0] for i in range(weight.shape[1]))
 
 
-def undo_gated_delta_rule(model: nn.Module) -> None:
-    """mlx-lm's loop, in every file that had it."""
-    patches._replace_function(model, "gated_delta_update", patches._gated_delta_or_loop, patches._gated_delta)
+LOOPS = {"gated_delta_update": mlx_gated_delta.gated_delta_update, "ssm_update": ssm.ssm_update}
+LOOPS |= {"rnn_scan": recurrent_gemma.rnn_scan, "recurrent_gla": bailing_moe_linear.recurrent_gla}
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3_5", "qwen3_5_moe", "kimi_linear", "gpt_oss", "qwen3_moe", "deepseek_v3", "glm4_moe"]
-)
+def use_loops(model: nn.Module) -> None:
+    """mlx-lm's own, in every file that had them."""
+    for file in {sys.modules[type(part).__module__] for part in model.modules()}:
+        vars(file).update({name: loop for name, loop in LOOPS.items() if name in vars(file)})
+
+
+MOE = ["qwen3_5_moe", "kimi_linear", "gpt_oss", "qwen3_moe", "deepseek_v3", "glm4_moe"]
+DENSE = ["qwen3_5", "mamba", "falcon_h1", "recurrent_gemma"]
+
+
+@pytest.mark.parametrize("family", [*MOE, "jamba", "bailing_moe_linear", *DENSE])
 def test_gradients_are_those_of_whole_rows_in_float64(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gated_delta, "CHUNK", 8)
     monkeypatch.setattr(gated_delta, "VECTOR_CHUNK", 4)
+    monkeypatch.setattr(recurrences, "PIECE", 5)
     path, examples = families.stored(tmp_path / "stored", family), pairs()
     model = families.build(path, spread=0.03)
     batch = collate(examples, 4, token_stream.cannot_share_prompts(model) is None)
     reference = plain_logps(model, examples) + mx.random.normal((3, 2))
     step = Step(model, optim.SGD(1.0), TRAIN, World())
     found = dict(tree_flatten(step.gradients(batch, np.array(reference), None)[0]))
-    assert any(name.count(".experts.") + name.count(".switch_mlp.") for name in found) == (family != "qwen3_5")
+    assert any(name.count(".experts.") + name.count(".switch_mlp.") for name in found) == (family not in DENSE)
 
     settings = ModelSettings(path=str(path))
-    monkeypatch.setattr(load_module, "use_gated_delta_rule", undo_gated_delta_rule)
+    monkeypatch.setattr(load_module, "use_quick_recurrences", use_loops)
     whole = load_module.load(settings, 0)
     whole.freeze()
     linear_to_lora_layers(whole, len(whole.layers), {"rank": settings.rank, "scale": settings.scale, "dropout": 0.0})
@@ -219,12 +230,31 @@ def test_gradients_are_those_of_whole_rows_in_float64(
     whole.set_dtype(mx.float64)
     monkeypatch.setattr(mx, "gather_mm", gather)
     monkeypatch.setattr(mx, "conv1d", convolve)
+    monkeypatch.setattr(mx, "conv_general", convolve)
     monkeypatch.setattr(mx, "float32", mx.float64)
     with mx.stream(mx.cpu):
         wide = reference.astype(mx.float64)
         wanted = dict(tree_flatten(nn.value_and_grad(whole.train(), lambda: plain_loss(whole, examples, wide))()[1]))
         assert {array.dtype for array in wanted.values()} == {mx.float64}
         assert error(found, wanted) < 1e-5
+
+
+VIEWS = {"Slice", "Split", "Reshape", "Squeeze", "ExpandDims", "Transpose", "Broadcast", "Depends", "StopGradient"}
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba", "mamba2", "recurrent_gemma", "bailing_moe_linear"])
+def test_buffers_grow_with_the_length_and_fit(tmp_path: Path, family: str) -> None:
+    """At 1,024 and 2,048 tokens; so of 64 blocks at 8,192. mlx-lm's loop of mamba has 58 a token and block."""
+    model = families.build(families.stored(tmp_path / "stored", family))
+    counts = []
+    for tokens in (1024, 2048):
+        row = mx.zeros((1, tokens), mx.int32)
+        outputs = nn.value_and_grad(model, lambda row=row: model(row).sum())()
+        mx.export_to_dot(graph := io.StringIO(), *(array for _, array in tree_flatten(outputs)))
+        names = re.findall(r'label ?="([A-Za-z0-9]+)"', graph.getvalue())
+        counts.append(sum(name not in VIEWS for name in names))
+    assert 64 / len(model.layers) * (counts[0] + 7 * (counts[1] - counts[0])) < 400_000
+    assert counts[1] < 2.1 * counts[0]
 
 
 def test_a_step_of_27b_has_fewer_than_400_000_buffers_at_8k_tokens() -> None:

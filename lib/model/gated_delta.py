@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Sequence
 
 import mlx.core as mx
 from mlx_lm.models.gated_delta import gated_delta_ops
+
+from lib.model.recurrences import recomputed
 
 CHUNK, VECTOR_CHUNK = 64, 16  # tokens; powers of two. Decays of each number take [chunk, chunk, Dk] numbers a chunk.
 
@@ -26,7 +27,7 @@ def gated_delta_rule(
     if log_decay.ndim == 3 and has_kernel((*k.shape[2:], *v.shape[2:]), q.dtype):
         y, state = mx.fast.gated_delta_update(q, k, v, mx.exp(log_decay), beta, state)
         return y, state
-    y, state = _recomputed_chunks(q, k, v, log_decay, beta, state)
+    y, state = recomputed(_chunks)(q, k, v, log_decay, beta, state)
     return y.astype(q.dtype), state
 
 
@@ -52,19 +53,6 @@ def has_kernel(sizes: tuple[int, int, int, int], dtype: mx.Dtype) -> bool:
         return all((error <= limit * norm).item() for error, norm in zip(errors, norms, strict=True))
     except RuntimeError:  # MLX has no kernel of these sizes
         return False
-
-
-@mx.custom_function
-def _recomputed_chunks(*inputs: mx.array) -> tuple[mx.array, mx.array]:
-    """`_chunks`, of which nothing is kept but the inputs."""
-    return _chunks(*inputs)
-
-
-@_recomputed_chunks.vjp
-def _recomputed_chunks_vjp(
-    primals: Sequence[mx.array], cotangents: Sequence[mx.array], _: Sequence[mx.array]
-) -> list[mx.array]:
-    return mx.vjp(_chunks, mx.depends(list(primals), list(cotangents)), list(cotangents))[1]
 
 
 def _chunks(

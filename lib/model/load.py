@@ -19,7 +19,7 @@ from lib.config.settings import ModelSettings
 from lib.errors import UserError
 from lib.model.adapters import EMBEDDINGS, make_trainable
 from lib.model.layout import layout_of
-from lib.model.patches import complete_module, replace_modules, use_gated_delta_rule, with_methods
+from lib.model.patches import complete_module, replace_modules, use_quick_recurrences, with_methods
 from lib.model.quantised import device, use_fast_layers
 from lib.system import hardware
 from lib.system.model_folder import ADAPTER_CONFIG, adapter_weights, resolve, why_unreadable
@@ -62,7 +62,7 @@ def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
     if settings.dtype is not None:
         model.set_dtype(getattr(mx, settings.dtype))
     use_fast_layers(model)
-    use_gated_delta_rule(model)
+    use_quick_recurrences(model)
     bounded(model)
     if not lazy:
         mx.eval(model.parameters())

@@ -4,8 +4,8 @@
   tokens, rows that share prompts) gets queries, keys and values. Until mlx-lm takes an attention object.
 - `swiglu` of that file: MLX keeps four arrays as wide as the MLP for the backward pass, ours two; on a CPU it makes one
   exponential instead of three. Until MLX has a fused SwiGLU with a backward kernel.
-- `gated_delta_update` of that file: mlx-lm trains token by token (mlx-lm#1206), we by MLX's kernel or by chunks. Until
-  mlx-lm trains by either.
+- `gated_delta_update` of that file: mlx-lm trains token by token (mlx-lm#1206), we by MLX's kernel or by chunks;
+  `ssm_update`, `rnn_scan`, `recurrent_gla`, Mamba's steps: by lib/model/recurrences.py. Until mlx-lm trains so.
 
 Read with mlx-lm 0.32.2; tests/test_forward.py and tests/test_families.py hold them to the originals. All else is
 modules of a model's own tree, replaced by others of derived classes (`replace_modules`).
@@ -20,11 +20,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import activations, base, gated_delta
+from mlx_lm.models import activations, bailing_hybrid, base, gated_delta, jamba, mamba, ssm
 
+from lib.model import recurrences
 from lib.model.gated_delta import gated_delta_rule
 
-PATCHED = ("scaled_dot_product_attention", "swiglu", "gated_delta_update")  # names in the model's file
+# Names in the model's file.
+PATCHED = ("scaled_dot_product_attention", "swiglu", "gated_delta_update", "ssm_update", "rnn_scan", "recurrent_gla")
 _attention, _swiglu, _gated_delta = (
     base.scaled_dot_product_attention,
     activations.swiglu,
@@ -102,9 +104,24 @@ def _attention_or_cache(
     return cache.attend(queries, keys, values, **options)
 
 
-def use_gated_delta_rule(model: nn.Module) -> None:
-    """Lets the model's family use `gated_delta_rule` where mlx-lm would run its loop over more than a token."""
+def use_quick_recurrences(model: nn.Module) -> None:
+    """Lets the model's family use `gated_delta_rule` and lib/model/recurrences.py where mlx-lm would run its loops over
+    more than a token."""
     _replace_function(model, "gated_delta_update", _gated_delta, _gated_delta_or_loop)
+    _replace_function(model, "ssm_update", ssm.ssm_update, recurrences.state_space_pieces)
+    for file in {sys.modules[type(part).__module__] for part in model.modules()}:
+        if "rnn_scan" in vars(file):
+            vars(file)["rnn_scan"] = recurrences.gated_linear_unit
+        if "recurrent_gla" in vars(file):  # bailing_moe_linear's is a loop
+            vars(file)["recurrent_gla"] = bailing_hybrid.recurrent_gla
+
+    def quick(part: nn.Module) -> nn.Module | None:
+        if type(part) not in (mamba.MambaBlock, jamba.JambaMambaMixer):
+            return None
+        process = jamba.JambaMambaMixer._process_sequence  # the same, with a step of many tokens
+        return with_methods(part, {"_process_sequence": process, "ssm_step": recurrences.selective_step})
+
+    replace_modules(model, quick)
 
 
 @functools.wraps(_gated_delta)
