@@ -25,7 +25,6 @@ from lib.system import hardware
 from lib.system.model_folder import ADAPTER_CONFIG, adapter_weights, resolve, why_unreadable
 from lib.system.terminal import size_text
 
-FOREIGN = ("bitsandbytes", "gptq", "awq")  # quantisations of PyTorch's; mlx-lm reads some of the last two
 POSITION_TABLE = "wpe"  # its name in mlx-lm's families with learned positions
 SIXTEEN_BITS = {mx.float16: "float16", mx.bfloat16: "bfloat16"}
 PART_OF_MEMORY = 0.6  # of the free memory, for weights that a CPU computes in float32
@@ -37,8 +36,7 @@ def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
     load it."""
     folder, where = resolve(settings.path, settings.revision), f"model.path {settings.path}"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    foreign = f"it is quantised by {method}, for PyTorch; take its base, or one that `mlx_lm.convert -q` made"
+    method = (config.get("quantization_config") or {}).get("quant_method")  # PyTorch's; mlx-lm reads some
     mx.random.seed(seed)
     options: dict[str, Any] = {"lazy": True, "trust_remote_code": settings.trust_remote_code}
     try:
@@ -46,15 +44,18 @@ def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
             with tempfile.TemporaryDirectory() as only_config:  # mlx-lm would read weights beside it
                 shutil.copy(folder / "config.json", only_config)
                 model, _ = load_model(Path(only_config), strict=False, **options)
-        elif method == "bitsandbytes":  # mlx-lm would take the packed numbers for weights
-            raise ValueError(foreign)
+        elif method == "bitsandbytes":
+            raise ValueError("packed numbers would be taken for weights")
         else:
             model, _ = load_model(folder, **options)
     except FileNotFoundError:
         raise UserError(f"{where}: no model*.safetensors in the folder; model.random_init=true draws weights") from None
     except (Exception, SystemExit) as error:  # config.json may say anything, and every model's code trusts it
         kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
-        reason = foreign if method in FOREIGN else f"{kind}{why_unreadable(folder, error)}"
+        reason = f"{kind}{why_unreadable(folder, error)}"
+        if method:
+            remedy = "take its base, or one that `mlx_lm.convert -q` made"
+            reason = f"it is quantised by {method}, for PyTorch ({reason}); {remedy}"
         raise UserError(f"{where}: mlx-lm cannot load it: {reason}") from None
     complete_module(model)
     if settings.attention_window is not None:

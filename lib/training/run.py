@@ -242,6 +242,8 @@ class TrainingRun:
     def _say_rate(self) -> None:
         """Says what the learning rate does where a run is resumed with other steps."""
         step, progress, train = self.progress.step, self.progress, self.config.train
+        if step == self.steps:
+            return
         now, last = (learning_rate(train, *progress.rate_position(i)) for i in (step, self.steps - 1))
         if not (now or last):
             remedy = f"for another rate start a new run with model.adapter={self.folder}"
