@@ -306,20 +306,33 @@ def test_a_run_that_was_interrupted_before_it_had_a_folder(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "config", "told"),
     [
-        (lambda weights: weights.pop("model.norm.weight"), "cannot load it: Missing 1 parameters: model.norm.weight"),
+        (
+            lambda weights: weights.pop("model.norm.weight"),
+            {},
+            "cannot load it: Missing 1 parameters: model.norm.weight",
+        ),
         (
             lambda weights: weights.update({"model.norm.weight": mx.full(64, float("nan"))}),
+            {},
             "the held-out loss before the first step is nan: its weights, or .* are not finite",
         ),
+        *(
+            (
+                lambda weights: weights.update({"model.norm.scales": mx.zeros(2)}),
+                {"quantization_config": {"quant_method": method}},
+                f"quantised by {method}, for PyTorch .*; take its base, or one that `mlx_lm.convert -q` made",
+            )
+            for method in ("bitsandbytes", "gptq", "hqq")
+        ),
     ],
-    ids=["a tensor is missing", "NaN"],
+    ids=["a tensor is missing", "NaN", "bitsandbytes", "gptq", "hqq"],
 )
 def test_a_model_whose_weights_are_wrong(
-    change: Callable[[dict], None], told: str, folder: Path, tmp_path: Path
+    change: Callable[[dict], None], config: dict, told: str, folder: Path, tmp_path: Path
 ) -> None:
-    model = tiny.stored_model(tmp_path)
+    model = tiny.stored_model(tmp_path, **config)
     weights = dict(mx.load(str(model / "model.safetensors")))
     change(weights)
     mx.save_safetensors(str(model / "model.safetensors"), weights, {"format": "mlx"})

@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hosts", default="", help="names in the calibration folder or published ones, with commas")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of the hosts' calibrations")
     options = parser.parse_args(arguments)
-    hosts = known_hosts([name for name in options.hosts.split(",") if name], options.folder)
+    hosts = known_hosts([name.partition(":")[0] for name in options.hosts.split(",") if name], options.folder)
     show(*shape_of(options.model), hosts)
     return 0
 
