@@ -79,8 +79,8 @@ def _learning(run: RunHistory, name: str, number: int, is_compared: bool) -> lis
 
 
 def speed(run: RunHistory, now: RunFigures) -> Panel:
-    """Pairs a second of every rank over the steps; the plan's as dotted lines."""
-    traces = []
+    """Pairs, or rows or groups, a second of every rank over the steps; the plan's as dotted lines."""
+    traces, unit = [], f"{tables.unit_of((run.config.get('train') or {}).get('loss'))}/s"
     planned = {(rank["rank"], rank["host"]): rank["planned_pairs_per_second"] for rank in now.summary["ranks"]}
     for index, who in enumerate(run.series):
         (steps, values), look = run.curve(who, "pairs", over="step_seconds"), style(index)
@@ -88,8 +88,8 @@ def speed(run: RunHistory, now: RunFigures) -> Panel:
         if (goal := planned.get(who)) is not None and len(steps):
             dotted = {**look, "dash": "dot", "width": 1}
             traces.append(line([steps[0], steps[-1]], [goal, goal], f"{label_of(who)}, plan", dotted))
-    value = f"{now.summary['pairs_per_second']:.3g} pairs/s together"
-    return Panel("Speed by rank", figure(traces, "step", "pairs/s", rangemode="tozero"), value)
+    value = f"{now.summary['pairs_per_second']:.3g} {unit} together"
+    return Panel("Speed by rank", figure(traces, "step", unit, rangemode="tozero"), value)
 
 
 def curves_figure(curves: Sequence[tuple[str, BatchCurve]]) -> Plotly:
