@@ -67,13 +67,10 @@ def pace(
     if device() == "cpu":
         with contextlib.suppress(Exception):  # of a family that counts on all of its blocks: only a figure is lost
             mine = [*trial.seconds(max(plan.micro_batch_sizes[world.rank], default=1))]
-    ranks = [
-        Seconds(*json.loads(text))
-        for text in world.gather_text(json.dumps(mine), "every rank's blocks")
-        if text != "[]"
-    ]
-    if len(ranks) < world.size:
+    every = [json.loads(text) for text in world.gather_text(json.dumps(mine), "every rank's blocks")]
+    if not all(every):
         return known, plan
+    ranks = [Seconds(*of_rank) for of_rank in every]
     if config.plan.replan and config.plan.micro_batch_sizes is None and not resume:
         plan = trial.fastest(plan, ranks)
     return trial.pace(plan, ranks, inputs.valid, tried), plan
@@ -95,7 +92,7 @@ class BlockTrial:
         cannot_share_prompts(self.model)  # notes it
         began = time.perf_counter()
         ascending, blocks = np.argsort(self.lengths, kind="stable"), min(MORE, len(self.blocks))
-        known, times, middle = list[list[float]](), list[float](), int(ascending[len(ascending) // 2])
+        known, times, middle, forward = list[list[float]](), list[float](), int(ascending[len(ascending) // 2]), 1.0
         for quantile in (None, *QUANTILES):
             at, size = int((quantile or 0.5) * (len(ascending) - 1)), 1
             if quantile is not None:  # as many rows as the first look allows, a token at a time
@@ -222,25 +219,25 @@ class BlockTrial:
 
         def seconds(steps: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
             each = zip(zip(*steps, strict=True), sizes, ranks, strict=True)
-            of_ranks = [self.step_seconds(self.data, *of_rank) for of_rank in each]
-            return np.max(of_ranks, axis=0) * (1 + forward * (train.loss in UNPAIRED_LOSSES))
+            return np.max([self.step_seconds(self.data, *of_rank) for of_rank in each], axis=0)
 
-        step, held_out, scale, basis = float(seconds(self.steps(plan)).mean()), 0.0, 1.0, BASIS
-        row = forward * passes * step / train.global_batch_size
+        steps = self.steps(plan)
+        once, extra = seconds(steps), 1 + forward * (train.loss in UNPAIRED_LOSSES)  # a baseline's forward pass
+        row, held_out = forward * passes * float(once.sum()) / sum(len(r) for parts in steps for r in parts), 0.0
+        scale, basis = 1.0, BASIS
         if valid is not None:
             parts = micro_batches(np.argsort(valid.lengths, kind="stable"), evaluate.batch_size)
             parts = parts[:: -(-len(valid) // LOOKED_ROWS)]
             each = [self.step_seconds(valid, parts, evaluate.batch_size, rank).sum() for rank in ranks]
             held_out = forward * passes * float(np.mean(each)) / len(each) / sum(map(len, parts))
         if tried is not None:
-            again = [(split(epoch[i % len(epoch)], self.lengths, plan.shares), i < len(epoch)) for i in (1, 2)]
-            asked = (
-                np.array([is_new for _, is_new in again]) * asks_in_steps(train, self.config.model) * forward * passes
-            )
-            scale = tried / max(float((seconds([parts for parts, _ in again]) * (1 + asked)).mean()), 1e-9)
+            again = [split(epoch[i % len(epoch)], self.lengths, plan.shares) for i in (1, 2)]
+            are_new = np.array([1, 2]) < len(epoch)
+            asked = are_new * asks_in_steps(train, self.config.model) * forward * passes
+            scale = tried / max(float((seconds(again) * (extra + asked)).mean()), 1e-9)
             basis = "a step that was tried"
         answer, trial = (max(seconds) for seconds in list(zip(*ranks, strict=True))[2:])
-        return Pace(scale * step, scale * row, scale * held_out, answer, basis, trial)
+        return Pace(scale * extra * float(once.mean()), scale * row, scale * held_out, answer, basis, trial)
 
 
 def non_negative_fit(known: np.ndarray, seconds: np.ndarray) -> list[float]:
