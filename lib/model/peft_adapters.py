@@ -65,6 +65,10 @@ EXPERTS |= {
     for name, theirs in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3"))
 }
 
+# The adapter's name in an array's, which saving by hand leaves in: layer.lora_A.NAME.weight.
+ADAPTER_NAME = re.compile(r"(\.lora_\w+)\.(?!weight$)\w+(?=\.weight$|$)")
+MERGED = "merge it with peft's merge_and_unload(), save that, and give the folder as model.path without model.adapter"
+
 
 class PeftAdapter(NamedTuple):
     """An adapter that peft saved."""
@@ -139,7 +143,7 @@ def read(folder: Path, where: str) -> PeftAdapter:
         raise UserError(f"{where}: it cannot be read: {in_one_line(error)}") from None
     for key, plain in PLAIN.items():
         if config.get(key, plain[0]) not in plain:
-            raise UserError(f"{where}: {key}={config[key]} of its {ADAPTER_CONFIG} has no counterpart here")
+            raise UserError(f"{where}: {key}={config[key]} of its {ADAPTER_CONFIG} has no counterpart here; {MERGED}")
     factors: dict[str, mx.array] = {}
     whole: dict[str, mx.array] = {}
     for name, array in stored.items():
@@ -178,7 +182,7 @@ def our_arrays(arrays: Mapping[str, mx.array], where: str) -> dict[str, mx.array
 
 def _layer_and_part(name: str, where: str) -> tuple[str, str]:
     """Of an array's name in PEFT's file: the layer, and what we call its part."""
-    plain = name.replace(".default", "")  # the adapter's name, which saving by hand leaves in
+    plain = ADAPTER_NAME.sub(r"\1", name.replace(".default", ""))
     while plain.startswith(PREFIX):
         plain = plain.removeprefix(PREFIX)
     for theirs, ours in PARTS.items():
@@ -194,6 +198,9 @@ def load(model: nn.Module, folder: Path, settings: ModelSettings) -> None:
     _require_same_weights(model, adapter.whole, where)
     if HEAD in adapter.layers and HEAD not in dict(model.named_modules()):
         adapter = _with_tied_head(adapter, where)
+    names = {name for name, _ in model.named_modules()}
+    if strange := [layer for layer in adapter.layers if layer not in names]:
+        raise UserError(f"{where} changes {strange[0]}, which the model does not have: it is of another base")
     shapes, theirs = described(trainable(model)), adapter.settings
     layers, wanted = adapter_layers_of(settings, shapes), adapter.layers
     words = [] if theirs.method == settings.method else [f"model.method={theirs.method}"]
@@ -230,10 +237,7 @@ def _require_same_weights(model: nn.Module, whole: Mapping[str, mx.array], where
     for layer, array in whole.items():
         ours, wide = weights.get(f"{layer}.weight", tied if layer == HEAD else None), array.astype(mx.float32)
         if ours is None or ours.shape != array.shape or not mx.allclose(ours.astype(mx.float32), wide, 1e-2, 1e-3):
-            raise UserError(
-                f"{where} stores {layer}.weight, which is another one than the model's; merge it with peft's "
-                "merge_and_unload(), save that, and give the folder as model.path without model.adapter"
-            )
+            raise UserError(f"{where} stores {layer}.weight, which is another one than the model's; {MERGED}")
 
 
 def _with_tied_head(adapter: PeftAdapter, where: str) -> PeftAdapter:
