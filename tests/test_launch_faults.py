@@ -218,7 +218,9 @@ def test_hosts_of_other_users_folders_and_pythons_train_resume_and_export(hosts:
         hosts[1].signal(pid, signal.SIGKILL)
     output = launch.communicate(timeout=LIMIT_SECONDS)[0]
     assert "launch: died: rank 1 on bea@host-b was ended by SIGKILL" in output and trains, output
-    assert re.search(r"links +(ok|note) .*ring", output), output
+    assert re.search(
+        r"links +(ok|note) +host-a: to bea@host-b: ring over 10.77.0.1 and 10.77.0.2: [\d.]+ MB/s, [\d.]+ ms", output
+    ), output
     assert f"{disk}/Users/bea/llm" in (run / "config.yaml").read_text(), "its model, at its place"
     assert not (bea / "tandem/lib/of_yesterday.py").exists() and (bea / "data/train.jsonl").stat().st_uid == 2002
     resumed = launched_by_ada("--", "train.py", "--resume", "runs/a")

@@ -94,17 +94,21 @@ def test_why_a_host_gave_no_answer(error: str, check: str, remedy: str, monkeypa
 
 
 def test_slow_links_are_noted() -> None:
-    slow, good = preflight.speed_finding(JOB, 0.2, 1.5), preflight.speed_finding(JOB, 0.001, 0.02)
-    assert slow.status == "note" and "1 MiB in 1,500.0 ms, one number in 200.00 ms" in slow.message
-    assert (good.status, good.host) == ("ok", "mac-a")
+    job = replace(JOB, hosts=(replace(JOB.hosts[0], addresses=("10.0.0.1",)), JOB.hosts[1]))
+    slow, good = preflight.link_finding(job, [0, 1], 0.2, 1.5), preflight.link_finding(job, [0, 1], 0.001, 0.02)
+    assert slow.status == "note" and "0.699 MB/s, 200.00 ms" in slow.message
+    assert good.message == "to mac-b: ring over 10.0.0.1 and 10.0.0.2: 52.4 MB/s, 1.00 ms" and good.host == "mac-a"
 
 
 def test_rdma_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "try_backend", lambda job: [Finding("failed", "jaccl", "remedy")])
+    monkeypatch.setattr(preflight, "try_backend", lambda job: [Finding("failed", job.backend, "remedy")])
     monkeypatch.setattr(preflight, "ask_host", lambda *_: [])
-    for backend, status in (("jaccl", "note"), ("ring", "failed")):
-        (finding,) = preflight.examine(replace(JOB, backend=backend), AWAY)
-        assert finding.status == status
+    ring = Finding("failed", "ring", "remedy")
+    assert preflight.examine(replace(JOB, backend="jaccl"), AWAY) == [
+        Finding("note", "jaccl", "", "ring is taken"),
+        ring,
+    ]
+    assert preflight.examine(JOB, AWAY) == [ring]
 
 
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +147,7 @@ def test_a_verdict_says_what_works_and_names_nothing(
     assert [row["status"] for row in found["rows"]] == ["works", "fails", "left out", "works"], text
     assert "[1 NAME] ADDRESS PATH, PATH, ADDRESS, ADDRESS, PATH ended" in text
     assert not re.search(rf"\b(mac-b|ada|{network.own_name()})\b|{ROOT}|{tmp_path}", text), text
-    assert "ring adds up over 2 ranks: 1 MiB in" in text and "2 work, 1 fail, 1 left out" in text
+    assert "ring over ADDRESS and ADDRESS:" in text and "2 work, 1 fail, 1 left out" in text
 
 
 @pytest.mark.long

@@ -2,7 +2,7 @@
 
     python -m lib.launch.preflight                 make doctor: a page to attach to a report
     python -m lib.launch.preflight host            ./launch starts this on every host, with a request as its input
-    python -m lib.launch.preflight sum RANKS       a rank of the trial: all add up numbers
+    python -m lib.launch.preflight sum RANKS       a rank of the trial: all add up numbers, neighbours send messages
 
 Each check takes a Request and gives a Finding; a failure comes with the command that fixes it. Exit status of the
 doctor: 0 if training can run here, 1 if something that it needs is broken.
@@ -38,7 +38,7 @@ from lib.config import train_arguments
 from lib.data.sources import weights_of
 from lib.environment import ROOT
 from lib.errors import UserError, shown
-from lib.launch import ssh
+from lib.launch import hostfile, ssh
 from lib.launch.hostfile import Host
 from lib.launch.job import RDMA_BACKENDS, Job, ports_of
 from lib.launch.launcher import Console, Start, is_local
@@ -53,7 +53,7 @@ SETUP = "make -B setup"
 HERE = Host("localhost")
 ANSWER, SPEED = "tandem-preflight ", "tandem-speed "  # before what is for this program among a host's or rank's lines
 MESSAGE_BYTES = 2**20
-SLOW_SECONDS, SLOW_LATENCY_SECONDS = 0.17, 0.05  # of a sum of a message, about 100 Mbit/s, and of a number
+SLOW_SECONDS, SLOW_LATENCY_SECONDS = 0.085, 0.025  # of a message one way, about 100 Mbit/s, and of a number
 TRIAL_SECONDS = 15.0
 LIMIT_SECONDS = 30.0  # of a host's checks
 STYLES = {"ok": "green", "note": "bold magenta", "failed": "bold red"}
@@ -307,8 +307,9 @@ def examine(job: Job, request: Request) -> list[Finding]:
     if any(one.status == "failed" for one in findings):
         return findings
     trial = try_backend(job)
-    if job.backend in RDMA_BACKENDS:
-        trial = [replace(one, status="note", remedy="", note="ring is taken") if one.remedy else one for one in trial]
+    if job.backend in RDMA_BACKENDS and any(one.remedy for one in trial):
+        failed = [replace(one, status="note", remedy="", note="ring is taken") for one in trial]
+        trial = failed + try_backend(replace(job, backend="ring"))
     return findings + trial
 
 
@@ -336,11 +337,11 @@ def ask_host(job: Job, host: Host, request: Request) -> list[Finding]:
     return [Finding("failed", error, remedy, note, check, host.name)]
 
 
-# ---- The trial: the ranks add up numbers, started as the run will be
+# ---- The trial: the ranks add up numbers and send each other messages, started as the run will be
 
 
 def try_backend(job: Job) -> list[Finding]:
-    """Whether all ranks can add up a number, and how fast."""
+    """Whether all ranks can add up a number, and how fast each link is that the run will use."""
     lines, interrupts = list[str](), queue.SimpleQueue[int]()
     trial = replace(job, command=("-m", "lib.launch.preflight", "sum", str(job.size)), wedged_seconds=TRIAL_SECONDS)
     timer = threading.Timer(2 * TRIAL_SECONDS, interrupts.put, [15])
@@ -352,7 +353,7 @@ def try_backend(job: Job) -> list[Finding]:
     if outcome.status == 0:
         speeds = [json.loads(line.removeprefix(SPEED)) for line in lines if line.startswith(SPEED)]
         works = [Finding("ok", job.backend, check="backend", host=name) for name in names]
-        return works + [speed_finding(job, *speed) for speed in speeds]
+        return works + [link_finding(job, *speed) for speed in speeds]
     said = [outcome.message or f"no sum within {2 * TRIAL_SECONDS:g} s", *(line for line in lines if line.strip())]
     remedy = job.launch_line("--backend", "mpi" if job.backend == "ring" else "ring")
     note = f"only ring joins Macs and Linux; is a firewall on at port {job.starting_port}"
@@ -360,13 +361,21 @@ def try_backend(job: Job) -> list[Finding]:
     return [Finding("failed", message, remedy, note, "backend", name) for name in outcome.hosts or names]
 
 
-def speed_finding(job: Job, latency_seconds: float, seconds: float) -> Finding:
-    """The time of a sum over all ranks of one number, and of a message."""
-    times = f"{MESSAGE_BYTES >> 20} MiB in {seconds * 1e3:,.1f} ms, one number in {latency_seconds * 1e3:.2f} ms"
+def link_finding(job: Job, ranks: Sequence[int], latency_seconds: float, seconds: float) -> Finding:
+    """Which way two ranks' hosts take to each other, and what a number and a message take on it."""
+
+    def end(host: Host, other: Host) -> str:
+        devices = host.rdma[other.index or 0] if job.backend in RDMA_BACKENDS else host.addresses
+        devices = devices or hostfile.address(host, job.hosts)
+        return devices if isinstance(devices, str) else ", ".join(devices)
+
+    hosts = [host for host in job.hosts for _ in range(host.slots)]
+    first, second = (hosts[rank] for rank in ranks)
     is_slow = seconds > SLOW_SECONDS or latency_seconds > SLOW_LATENCY_SECONDS
+    speed = f"{MESSAGE_BYTES / seconds / 1e6:,.3g} MB/s, {latency_seconds * 1e3:.2f} ms"
+    message = f"to {second.name}: {job.backend} over {end(first, second)} and {end(second, first)}: {speed}"
     note = "slow; better a cable than Wi-Fi; benchmarks/links.py measures each link" if is_slow else ""
-    message = f"{job.backend} adds up over {job.size} ranks: {times}"
-    return Finding("note" if is_slow else "ok", message, "", note, "links", job.hosts[0].name)
+    return Finding("note" if is_slow else "ok", message, "", note, "links", first.name)
 
 
 def add_up(ranks: int) -> int:
@@ -375,22 +384,29 @@ def add_up(ranks: int) -> int:
     mpi_and_blas.prepare()
     import mlx.core as mx
 
+    from lib.distributed import links
     from lib.distributed import world as distributed
 
     world = distributed.start(launch, timeout_seconds=TRIAL_SECONDS)
-    total, speed = world.all_sum(mx.array([2**world.rank % 97]), "the check's sum").item(), []
+    total = world.all_sum(mx.array([2**world.rank % 97]), "the check's sum").item()
     if world.size != ranks or total != sum(2**rank % 97 for rank in range(ranks)):
         print(f"error: the sum over {ranks} ranks is {total}, in a world of {world.size}")
         return 1
-    for size in (4, MESSAGE_BYTES):
-        seconds = []
-        for _ in range(5):
-            began = time.perf_counter()
-            mx.eval(world.all_sum(mx.zeros(size // 4), "the check of the network's speed"))
-            seconds.append(time.perf_counter() - began)
-        speed.append(min(seconds))
-    if world.rank == 0 and world.size > 1:
-        print(SPEED + json.dumps(speed), flush=True)
+    ways, hosts = links.links_of(world), distributed.host_names(world)
+    for first in range(world.size if world.size > 2 else world.size - 1):
+        pair, speed = sorted((first, (first + 1) % world.size)), []
+        is_measured = world.rank in pair and (hosts[pair[0]] != hosts[pair[1]] or len(set(hosts)) == 1)
+        for size in (4, MESSAGE_BYTES) if is_measured else ():
+            seconds, other = [], pair[1 - pair.index(world.rank)]
+            for _ in range(5):
+                began = time.perf_counter()
+                mx.eval(ways.exchange(mx.zeros(size // 4), other, "the check of a link"))
+                ways.finish("the check of a link")
+                seconds.append((time.perf_counter() - began) / 2)  # it goes one way, then the other
+            speed.append(min(seconds))
+        if speed and world.rank == pair[0]:
+            print(SPEED + json.dumps([pair, *speed]), flush=True)
+        world.all_sum(mx.zeros(1), "the check of the next link")
     return 0
 
 

@@ -342,7 +342,7 @@ def judge(trials: Trials, names: Sequence[str], say: Callable[[str], None]) -> l
     for name, part in parts():
         began, status = time.monotonic(), "works"
         try:
-            text = part(trials)
+            text = without_names(part(trials), names)
         except LeftOut as error:
             status, text = "left out", str(error)
         except Exception as error:
