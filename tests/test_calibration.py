@@ -120,6 +120,8 @@ def test_files_of_ranks(tmp_path: Path) -> None:
     (tmp_path / "._mac.json").write_bytes(b"\xff")
     (tmp_path / "mac-1.json").unlink()
     assert read_published(tmp_path) == {}
+    sheets = [host for host in read_published().values() if not host.curves]
+    assert len(sheets) == 25 and all("https://" in host.note and host.gflops for host in sheets), "each with its source"
     m4, m3 = (read_published()[name].curves[0] for name in ("m4-max", "m3-ultra"))
     assert (m4.best_point.pairs_per_second, m3.best_point.pairs_per_second) == (pytest.approx(776), pytest.approx(278))
 

@@ -117,6 +117,20 @@ def test_the_others_go_on_without_a_host_that_is_cut_off(hosts: list[Host], scri
         hosts[1].plug_in()
 
 
+def test_a_verdict_says_how_the_others_go_on_when_a_cable_is_pulled(hosts: list[Host], tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("host-a\nhost-b\n")
+    trials = f"verdict.Trials(Path({str(tmp_path)!r}), None, Path({str(tmp_path / 'hostfile')!r}))"
+    code = f"from pathlib import Path; from lib.launch import verdict; print(verdict.cable({trials}))"
+    part = hosts[0].start([sys.executable, "-u", "-c", code])
+    try:
+        wait_for(lambda: ">>> Pull" in part.stdout.readline())  # type: ignore[union-attr]
+        hosts[1].unplug()
+        output, errors = part.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        hosts[1].plug_in()
+    assert re.search(r"stopped: rank 1 on host-b .* on 1 of 2 hosts .*; 20 further steps", output), output + errors
+
+
 def test_a_host_that_is_back_joins_at_the_next_start(hosts: list[Host], script: Path) -> None:
     launch = launched(hosts, script, "--max-restarts", "2", work="long")
     before = ranks(hosts[0], script)

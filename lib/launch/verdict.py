@@ -1,8 +1,9 @@
 """A verdict on this machine: what works, what does not and how fast it is, in ten minutes, as one page to send.
 
-    make verdict                             MODEL=FOLDER: also that model's tokens/s; HOSTS=hostfile: a ring of them
+    make verdict                             MODEL=FOLDER: also that model's tokens/s; HOSTS=hostfile: over them
     python -m lib.launch.verdict             the same: [--model FOLDER] [--hosts FILE] [--folder OF_THE_PAGE]
     python -m lib.launch.verdict attention   a process of its own, which alone ends where the GPU fails
+    python -m lib.launch.verdict remove DIR  what was trained for the verdict, on every host
 
 Every part is a command of the project in a process of its own; a part that fails stops none of the others. Nothing is
 sent anywhere, and the page names no host, user, path or address. The last line of output is one JSON object. Exit
@@ -17,8 +18,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -41,7 +44,8 @@ from lib.system import hardware, mpi_and_blas, network, os_commands, terminal
 from lib.system.records import read_records
 
 WIDTH = 110  # of the page
-LIMIT_SECONDS = 590.0  # of all parts together
+FOLDER = "verdict-"  # begins the name of the folder of what is trained
+LIMIT_SECONDS = {False: 590.0, True: 890.0}  # of all parts together; with other hosts
 TESTS = ("tests/test_losses.py", "tests/test_step.py", "tests/test_forward.py", "tests/test_long_rows.py")
 SHAPES = ((128, 4, 256), (256, 4, 256), (128, 4, 512))  # hidden size, blocks, tokens of a sequence
 MICRO_BATCH = 4  # the largest that is calibrated
@@ -51,6 +55,8 @@ RING_STEPS = 6
 ATTENTION = (1, 8, 4096, 64)  # sequences, heads, positions, numbers of a head
 ATTENTION_DIFFERS = {"float32": 1e-4, "bfloat16": 2e-2}
 KNOWN_TOKENS = 2048
+SHARED_STEPS, PAIRS_OF_A_RANK = 30, 8  # by which planned and equal shares are compared
+CABLE_SECONDS = 60.0  # that a person has to pull it, and again for the others to go on
 # Published tokens/s of LoRA on one row of 2,048 tokens: (type, hidden size, blocks, bits): figure, its source.
 KNOWN: dict[tuple[object, ...], str] = {
     ("qwen3", 4096, 36, 4): "97.8 on an M1 Max by mlx-train-perf's README (Qwen3-8B-4bit)"
@@ -72,9 +78,9 @@ class Trials:
 
     def python(self, *words: str, limit_seconds: float = 300.0) -> str:
         """The output of a command of the project. Raises UserError: it failed, and why in one line."""
-        limit = min(limit_seconds, LIMIT_SECONDS - (time.monotonic() - self.began))
+        limit = min(limit_seconds, LIMIT_SECONDS[self.hosts is not None] - (time.monotonic() - self.began))
         if limit < 5:
-            raise LeftOut("the ten minutes were over")
+            raise LeftOut("the time was over")
         done, why = preflight.run_python(words, limit)
         if done.status != 0:
             raise UserError(f"not done within {limit:.0f} s" if done.status is None else why or f"status {done.status}")
@@ -194,6 +200,77 @@ def link(trials: Trials) -> str:
     return "; ".join(one["message"] for one in findings if one["check"] == "links")
 
 
+def shares(trials: Trials) -> str:
+    """Efficiency: the speed together over the sum of what the hosts do alone, at planned and at equal shares."""
+    if trials.hosts is None:
+        raise LeftOut("no HOSTS=hostfile was given")
+    curves = f"{trials.folder}/hosts"
+    words = [*trials.launch_words(), "--", "benchmarks/calibrate.py", "--quick", f"--folder={curves}"]
+    (line,) = re.findall(r"^\[0 [^]]*\] (\{.*\})$", trials.python(*words), re.MULTILINE)[-1:] or ["{}"]
+    hosts = json.loads(line).get("hosts", [])
+    if len(hosts) < 2:
+        raise UserError("the hosts could not be calibrated together")
+    common = [f"train.steps={SHARED_STEPS}", f"train.global_batch_size={PAIRS_OF_A_RANK * len(hosts)}"]
+    common += ["evaluate.every=null", "evaluate.samples=0", "evaluate.answers=null", "strategy=synchronous"]
+    equal = f"plan.shares={[PAIRS_OF_A_RANK] * len(hosts)}".replace(" ", "")
+    alone = [host["pairs_per_second"] for host in hosts]
+    devices = [f"{host['device_name']} {speed:.1f}" for host, speed in zip(hosts, alone, strict=True)]
+    text = f"alone {' + '.join(devices)} pairs/s"
+    for name, chosen in (("planned", []), ("equal", [equal])):
+        found = trials.train(f"{name}-shares", *common, *chosen, f"plan.calibration_dir={curves}", ranks=True)
+        plan = json.loads((trials.folder / f"{name}-shares/plan.json").read_text(encoding="utf-8"))
+        speed, planned = found["pairs_per_second"], " + ".join(map(str, plan["shares"]))
+        text += f"; {name} shares {planned}: {speed:.1f} pairs/s, efficiency {speed / sum(alone):.2f}"
+    return text
+
+
+def cable(trials: Trials) -> str:
+    """Whether the others go on when a cable is pulled, by a person, while all train."""
+    if trials.hosts is None:
+        raise LeftOut("no HOSTS=hostfile was given")
+    words = ["--", "train.py", f"run.dir={trials.folder}", "run.name=cable", "run.pages=false", "train.steps=1000000"]
+    words += ["checkpoint.every=20", "evaluate.every=null", "evaluate.samples=0", "strategy=synchronous"]
+    output, record = trials.folder / "cable.txt", trials.folder / "cable/logs/rank-000.jsonl"
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, *trials.launch_words(), "--max-restarts", "1", *words],
+            cwd=ROOT,
+            stdout=stream,
+            stderr=stream,
+        )
+
+    def wait_for(step: int, text: str) -> str | None:
+        """The output, once it has a text and rank 0 a step; None: not within the limit."""
+        deadline = time.monotonic() + CABLE_SECONDS
+        while time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.2)
+            steps = trials.steps_of("cable") if record.exists() else []
+            said = output.read_text(encoding="utf-8", errors="replace")
+            if text in said and steps and steps[-1]["step"] >= step:
+                return said
+        return None
+
+    try:
+        if wait_for(25, "") is None:
+            raise UserError("the hosts did not train within a minute")
+        print(f"\n>>> Pull the cable of another machine now, within {CABLE_SECONDS:.0f} s.", flush=True)
+        if wait_for(0, "launch: start 2,") is None:
+            raise LeftOut(f"no cable was pulled within {CABLE_SECONDS:.0f} s, or nothing went on")
+        last = trials.steps_of("cable")[-1]["step"]
+        said = wait_for(last + 20, "")
+        print(">>> Put it back.\n", flush=True)
+        if said is None:
+            raise UserError("after the cable was pulled no step followed")
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    notes = [line.removeprefix("launch: ") for line in said.splitlines() if line.startswith("launch: ")]
+    return f"{'; '.join(notes)}; 20 further steps"
+
+
 def ring(trials: Trials, strategy: str) -> str:
     """A few steps of ranks together beside those of one rank alone."""
     words = [f"train.steps={RING_STEPS}", "train.global_batch_size=8", "evaluate.every=null", "evaluate.samples=0"]
@@ -294,7 +371,7 @@ def parts() -> Iterator[tuple[str, Callable[[Trials], str]]]:
     yield from (("quickstart", quickstart), ("memory", memory), ("attention", attention), ("link", link))
     ways = ("synchronous", "sharded", "pipelined")
     yield from ((f"ring, {way}", functools.partial(ring, strategy=way)) for way in ways)
-    yield "known figure", known_figure
+    yield from (("shares", shares), ("cable", cable), ("known figure", known_figure))
     for hidden, blocks, tokens in SHAPES:
         part = functools.partial(curve_of, hidden=hidden, blocks=blocks, tokens=tokens)
         yield "calibration", part
@@ -362,6 +439,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words == ["attention"]:
         print_attention()
         return 0
+    if words[:1] == ["remove"] and Path(words[1]).name.startswith(FOLDER):
+        shutil.rmtree(words[1], ignore_errors=True)
+        return 0
     parser = Parser(prog="python -m lib.launch.verdict", description=__doc__)
     parser.add_argument("--model", type=Path, help="the folder of a model, for the tokens/s of LoRA")
     parser.add_argument("--hosts", type=Path, help="a host file: the ring is of these hosts")
@@ -376,11 +456,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     for line in (*lines, ""):
         say(line)
-    folder = Path(tempfile.mkdtemp(prefix="tandem-verdict-"))
+    (ROOT / "runs").mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=ROOT / "runs"))  # in the project, which each host has somewhere
+    trials = Trials(folder, options.model, options.hosts)
     try:
-        trials = Trials(folder, options.model, options.hosts)
         rows = judge(trials, names, say)
     finally:
+        remove = ["-m", "lib.launch.verdict", "remove", str(folder)]
+        if options.hosts:
+            preflight.run_python([*trials.launch_words(), "--no-preflight", "--", *remove], 60)
         shutil.rmtree(folder, ignore_errors=True)
     count = {status: sum(row["status"] == status for row in rows) for status in ("works", "fails", "left out")}
     minutes = (time.monotonic() - trials.began) / 60
