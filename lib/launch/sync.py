@@ -31,7 +31,7 @@ INSTALL_SECONDS = 1800.0
 # What ssh starts has none of a person's PATH: also Homebrew's, python.org's and uv's.
 PYTHONS = "python3 python3.1? /opt/homebrew/bin/python3.1? /usr/local/bin/python3.1? ~/.local/bin/python3.1?"
 PYTHONS += " /Library/Frameworks/Python.framework/Versions/*/bin/python3 ~/.local/share/uv/python/*/bin/python3"
-# Newer than what it was made from: nothing to do. An environment elsewhere is its owner's.
+# Newer than what it was made from: nothing to do. An environment elsewhere that has MLX is its owner's.
 INSTALLED = '[ -L .venv ] && exit 0; for made in .venv/installed-*; do [ "$made" -nt pyproject.toml ] && '
 INSTALLED += '[ "$made" -nt constraints.txt ] && exit 0; done'
 
@@ -93,15 +93,18 @@ def _copy(job: Job, host: Host, source: Path, digests: Mapping[str, str]) -> Non
             raise _fault(source, host, errors.read())
     size = sum((base / name).stat().st_size for name in differ)
     _note(f"{source.name}: {len(differ)} files, {terminal.size_text(size)}, copied to {host.name}")
-    if source == ROOT and job.python_of(host) == f"{target}/.venv/bin/python":
+    if source == ROOT:
         _install(job, host, target)
 
 
 def _install(job: Job, host: Host, folder: str) -> None:
     """Installs the project where it was not, or from other requirements."""
     install = _by_python(job, host, ["-P", "lib/system/installation.py"])
-    began = time.monotonic()
-    command = f"cd {shlex.quote(folder)} && exec sh -c {shlex.quote(INSTALLED + f'; {install}')}"
+    began, python = time.monotonic(), job.python_of(host)
+    test = f"{INSTALLED}; {install}"
+    if python != f"{folder}/.venv/bin/python":
+        test = f"{shlex.quote(python)} -c 'import mlx.core' && exit 0; {test}"
+    command = f"cd {shlex.quote(folder)} && exec sh -c {shlex.quote(test)}"
     done = os_commands.run([*ssh_command(host), command], INSTALL_SECONDS)
     if done.status != 0:
         raise _fault(ROOT, host, done.errors or f"not installed within {INSTALL_SECONDS:.0f} s")
