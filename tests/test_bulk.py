@@ -190,6 +190,10 @@ def test_questions_are_asked_with_all_that_training_reads_beside_a_prompt(chatty
         tiny.write_jsonl(path, [{"prompt": wrong, "answer": "7"}])
         with pytest.raises(UserError, match=r"q\.jsonl:1: .*prompt"):
             load_questions(config, tokenizer)
+    for answer in (None, ["7"], True, " "):
+        tiny.write_jsonl(path, [{"prompt": "Q?", "answer": answer}])
+        with pytest.raises(UserError, match=r"q\.jsonl:1: a question's 'answer' is .*: give it an answer, or leave"):
+            load_questions(config, tokenizer)
 
 
 def always_drawn(monkeypatch: pytest.MonkeyPatch, *texts: str, cut: tuple[str, ...] = ()) -> None:

@@ -108,6 +108,7 @@ def test_a_wrong_word_is_one_clear_line(word: str, expected: str) -> None:
         ("train.reference_sync_steps=2 train.loss=sft", "the loss sft has none"),
         ("train.patience=1 evaluate.every=null", "train.patience"),
         ("train.patience=1 data.valid=null", "train.patience"),
+        ("checkpoint.best_by=exact_match", "needs evaluate.answers"),
         ("train.patience=1 data.valid=v independent.merge=none strategy=independent", "train.patience"),
     ],
 )

@@ -184,6 +184,7 @@ def test_jaccl(launched, tmp_path):
         ({"OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0"}, "OMPI_COMM_WORLD_RANK"),
         ({"MLX_HOSTFILE": "/nowhere/hosts.json", "MLX_RANK": "0"}, "/nowhere/hosts.json"),
         ({"MLX_HOSTFILE": "FOLDER/broken", "MLX_RANK": "0"}, "launcher's variables"),
+        ({"MLX_HOSTFILE": "hostfile"}, "take ./launch --hostfile hostfile, or unset it"),
         ({"NCCL_HOST_IP": "10.0.0.1", "MLX_RANK": "0"}, "MLX_WORLD_SIZE"),
         ({"MLX_RANK": "1"}, "no MLX_HOSTFILE"),
         ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "PMI_SIZE=2.*mpirun"),

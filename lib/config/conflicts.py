@@ -87,6 +87,8 @@ def _of_learning(config: Any) -> Iterator[Rule]:
     needs = "train.patience needs evaluate.every, and data.valid, data.holdout or evaluate.answers to compare"
     is_compared = config.evaluate.every and (data.valid or data.holdout or config.evaluate.answers)
     yield train.patience and not is_compared, needs
+    is_counted = config.checkpoint.best_by != "exact_match" or config.evaluate.answers
+    yield not is_counted, "checkpoint.best_by=exact_match needs evaluate.answers, questions of which it is counted"
     apart = "train.patience with independent.merge=none: every rank has figures of its own; leave it out"
     yield train.patience and merge == "none", apart
 

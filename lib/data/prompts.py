@@ -102,11 +102,9 @@ def load_questions(settings: Config, tokenizer: Tokenizer | None, limits: Vocabu
             if isinstance(record, Unusable):
                 raise record
             answer = record.get(ANSWER)
-            if not isinstance(answer, str | int | float):
-                raise Unusable(
-                    f"a question's {ANSWER!r} is {name_of_type(answer)}, neither text nor a number: give it an answer, "
-                    "or leave the line out"
-                )
+            if not isinstance(answer, str | int | float) or isinstance(answer, bool) or not str(answer).strip():
+                is_what = "blank" if isinstance(answer, str) else f"{name_of_type(answer)}, neither text nor a number"
+                raise Unusable(f"a question's {ANSWER!r} is {is_what}: give it an answer, or leave the line out")
             parsed, setting = parse(record, columns, "prompt"), "evaluate.max_tokens"
             ids = ids_of(parsed, encoder, limits, evaluate.max_tokens, setting)
             asked = asked_of(record, data, tokenizer)

@@ -193,6 +193,10 @@ def _launch_of(variables: Mapping[str, str]) -> Launch:
     if "NCCL_HOST_IP" in variables and "MLX_RANK" in variables:
         return Launch("nccl", rank, int(variables["MLX_WORLD_SIZE"]))
     if "MLX_HOSTFILE" in variables:
+        if "MLX_RANK" not in variables:  # a shell has kept it, as older recipes say
+            path = variables["MLX_HOSTFILE"]
+            why = f"is set, but no launcher started this process; take ./launch --hostfile {path}, or unset it"
+            raise UserError(f"MLX_HOSTFILE={path} {why}")
         # One list of "ip:port" for each rank. mlx.launch writes an empty file for a world of one.
         hosts = json.loads(Path(variables["MLX_HOSTFILE"]).read_text(encoding="utf-8") or "[]")
         ips = [str(addresses[0]).rpartition(":")[0] for addresses in hosts]
