@@ -1,14 +1,27 @@
 """The memory formula: against peaks that an H200 held, and what it must never say."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from lib.config.settings import ModelSettings, TrainSettings
+from lib.data.batch import collate
+from lib.data.dataset import Example
+from lib.distributed.world import World
+from lib.model import adapters, quantised
+from lib.model import load as load_module
 from lib.model.partition import divide, model_shape_of
+from lib.model.token_stream import cannot_share_prompts
 from lib.plan.calibration import MEMORY_HEADROOM
 from lib.plan.facts import RankHost
-from lib.plan.memory import MemoryModel, Rows, Training, metal_limit_bytes, rank_shape
+from lib.plan.memory import OPTIMIZERS, MemoryModel, Rows, Training, metal_limit_bytes, rank_shape
+from lib.training.optimizers import make_optimizer
+from lib.training.step import Step
+from tests import families
 from tests.planning import KEY, LLAMA_8B, MEMORY, ROWS, SHAPE, calibrated, facts
 
 GB = 10**9
@@ -119,3 +132,31 @@ def test_default_sizes_fit_and_limits_of_macs() -> None:
     known = facts([RankHost("a", device="metal", memory_bytes=40 * GB)], memory=MEMORY)
     size = known.default_size(0, KEY)
     assert size >= 1 and MEMORY.bytes(size, "metal").total <= (1 - MEMORY_HEADROOM) * 40 * GB
+
+
+# Small models with recurrences: beside these fields, those of tests/families.py.
+SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096, "head_dim": 64}
+GATED = {f"linear_{kind}_head_dim": 64 for kind in ("key", "value")} | {"linear_num_key_heads": 4}
+MAMBA2 = {"num_local_experts": 0, "mamba_d_head": 64, "mamba_d_state": 64, "shared_intermediate_size": 768}
+CONVOLVED = {"block_dim": 256, "block_ff_dim": 768, "layer_types": ["conv", "full_attention", "conv", "conv"]}
+RECURRENT = {"qwen3_5": {**GATED, "full_attention_interval": 4}, "lfm2": CONVOLVED, "granitemoehybrid": MAMBA2}
+RECURRENT["mamba"] = {"intermediate_size": 512, "state_size": 16, "time_step_rank": 16}
+
+
+@pytest.mark.skipif(quantised.device() != "cpu", reason="peaks of a CPU")
+@pytest.mark.parametrize("family", RECURRENT)
+def test_the_formula_is_near_what_small_recurrent_models_hold(tmp_path: Path, family: str) -> None:
+    config = families.configuration(family)
+    config.get("text_config", config).update({**SMALL, **RECURRENT[family]})
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 4096}))
+    settings, train = ModelSettings(path=str(tmp_path), random_init=True), TrainSettings(optimizer="sgd")
+    model = load_module.load(settings, 0)
+    adapters.make_trainable(model, settings, 0)
+    assert cannot_share_prompts(model) is None
+    ids = np.ones(128, np.int32)
+    batch = collate([Example(i, ids, (ids, ids)) for i in range(2)], 16, True)
+    step = Step(model, make_optimizer(train), train, World())
+    held = [step(0, 9, [(batch, np.zeros((2, 2)))]).figures["peak_memory_bytes"] for _ in range(2)][1]
+    rows, shape = Rows(128, 255, 382, 256, 2, 16), model_shape_of(config, to_divide=False)
+    planned = MemoryModel(shape, Training(optimizer=OPTIMIZERS["sgd"]), rows).bytes(2, "cpu").total
+    assert 0.75 <= planned / held <= 1.3

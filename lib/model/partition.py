@@ -22,8 +22,9 @@ OTHER_NAMES = {  # of dimensions, in older families' config.json
     **dict.fromkeys(("n_head", "n_heads", "num_heads"), "num_attention_heads"),
     **dict.fromkeys(("n_embd", "d_model", "hidden_dim", "model_dim"), "hidden_size"),
     **dict.fromkeys(("n_layer", "n_layers", "num_layers", "num_transformer_layers"), "num_hidden_layers"),
-    **dict.fromkeys(("n_inner", "ffn_hidden_size", "ff_intermediate_size"), "intermediate_size"),
+    **dict.fromkeys(("n_inner", "ffn_hidden_size", "ff_intermediate_size", "block_ff_dim"), "intermediate_size"),
 }
+PIECE = 256  # tokens, by which lib/model/recurrences.py goes through a sequence
 TIDY_COLUMNS = 64  # GPUs are slow on other widths; taken where it leaves a rank this many parts to choose from
 CHOICES = 16
 
@@ -47,6 +48,10 @@ class ModelShape:
     weight_bytes: float  # of one weight of a linear layer, scales included
     other_bytes: int  # of one number that is not quantised
     experts_per_token: int = 0
+    attention_blocks: int | None = None  # None: all
+    recurrent_blocks: int = 0  # a block may have both
+    recurrent_columns: int = 0  # of a recurrence's projections
+    scanned_numbers: int = 0  # of Mamba, for each token of a piece: states, or what its heads see of the piece
 
 
 @dataclass(frozen=True)
@@ -137,9 +142,55 @@ def model_shape_of(stored: Mapping[str, Any], dtype: str | None = None, to_divid
             weight_bytes=weight_bytes,
             other_bytes=number_bytes,
             experts_per_token=int(stored.get("num_experts_per_tok") or 0),
+            **_recurrence(stored, blocks),
         )
     except KeyError as error:
         raise UserError(f"dividing a model needs {error.args[0]} in the model's config.json") from None
+
+
+ATTENTION = ("full_attention", "sliding_attention", "attention", "*")  # in lists of blocks' kinds
+RECURRENT = ("linear_attention", "conv", "conv_mixer", "mamba", "recurrent", "M")
+
+
+def _recurrence(stored: Mapping[str, Any], blocks: int) -> dict[str, int]:
+    """How many blocks have attention, how many a recurrence, and the width of what the latter projects; or nothing."""
+
+    def size(*names: str) -> int:
+        return next((int(stored[name]) for name in names if stored.get(name)), 0)
+
+    of_kimi = stored.get("linear_attn_config") or {}
+    heads, hidden = size("mamba_n_heads", "mamba_num_heads"), size("hidden_size")
+    inner = heads * size("mamba_d_head", "mamba_head_dim", "hidden_size_per_head") or size("mamba_expand") * hidden
+    if stored.get("model_type") in ("mamba", "falcon_mamba", "mamba2"):
+        inner = size("num_heads") * size("head_dim") or size("intermediate_size", "d_inner")
+    states = size("mamba_n_groups", "n_groups") * size("mamba_d_state", "ssm_state_size", "state_size")
+    columns = max(
+        2 * size("linear_num_key_heads") * size("linear_key_head_dim")
+        + 2 * size("linear_num_value_heads") * size("linear_value_head_dim"),
+        6 * int(of_kimi.get("num_heads", 0)) * int(of_kimi.get("head_dim", 0)),
+        2 * (inner + states) if inner else 0,
+        2 * hidden * bool(size("conv_L_cache")),
+        2 * size("lru_width"),
+    )
+    names = "layer_types", "block_types", "hybrid_override_pattern", "layers_block_type"
+    kinds = list(next((stored[name] for name in names if stored.get(name)), ()))
+    if not columns:
+        return {}
+    attention, recurrent = 0, blocks
+    if kinds:
+        counts = [[kinds[i % len(kinds)] in group for i in range(blocks)] for group in (ATTENTION, RECURRENT)]
+        attention, recurrent = map(sum, counts)
+    elif of_kimi:
+        attention, recurrent = len(of_kimi["full_attn_layers"]), len(of_kimi["kda_layers"])
+    elif interval := size("full_attention_interval", "attn_layer_period"):
+        attention = blocks // interval
+        recurrent = blocks - attention
+    elif stored.get("num_key_value_heads"):  # side by side
+        attention = blocks
+    found = {"attention_blocks": attention, "recurrent_blocks": recurrent, "recurrent_columns": columns}
+    if stored.get("model_type") in ("mamba", "falcon_mamba", "jamba"):
+        return found | {"scanned_numbers": inner * size("state_size", "mamba_d_state")}
+    return found | {"scanned_numbers": PIECE // 2 * (heads or size("num_heads")) if inner else 0}
 
 
 def _quantisation(stored: Mapping[str, Any], number_bytes: int) -> tuple[int, float]:

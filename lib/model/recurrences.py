@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import ssm
 
-PIECE = 256  # tokens
+from lib.model.partition import PIECE
 
 Recurrence = Callable[..., tuple[mx.array, mx.array]]
 
@@ -36,6 +36,7 @@ def in_pieces(
     piece: y, [B, T, ...], and the last state."""
     cuts, outputs, run = list(range(PIECE, sequences[0].shape[1], PIECE)), list[mx.array](), recomputed(run)
     for parts in zip(*(mx.split(x, cuts, axis=1) for x in sequences), strict=True):
+        parts = mx.depends(list(parts), [mx.stop_gradient(state)])  # MLX would begin with all pieces
         y, state = run(*parts, state, *others)
         outputs.append(y)
     return mx.concatenate(outputs, axis=1), state
@@ -47,6 +48,7 @@ def linear_scan(decay: mx.array, x: mx.array) -> mx.array:
     reach = 1
     while reach < x.shape[1]:
         x = mx.concatenate([x[:, :reach], x[:, reach:] + decay[:, reach:] * x[:, :-reach]], axis=1)
+        (decay,) = mx.depends([decay], [x])  # MLX would make and hold all decays first
         decay = mx.concatenate([decay[:, :reach], decay[:, reach:] * decay[:, :-reach]], axis=1)
         reach *= 2
     return x
@@ -94,7 +96,8 @@ def _selective_piece(
 ) -> tuple[mx.array, mx.array]:
     wide = delta.astype(mx.float32)
     states = scan_from(mx.exp(wide[..., None] * A), (wide * x)[..., None] * B[:, :, None], state)
-    return (states @ C.astype(mx.float32)[..., None]).squeeze(-1), states[:, -1]
+    last = mx.take(states, mx.array(states.shape[1] - 1), axis=1)  # a slice would hold all of them
+    return (states @ C.astype(mx.float32)[..., None]).squeeze(-1), last
 
 
 def state_space_pieces(x: mx.array, A_log: mx.array, B: mx.array, C: mx.array, *others: Any, **options: Any) -> Any:

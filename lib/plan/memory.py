@@ -17,12 +17,14 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from lib.data.batch import NEED, BatchShape, batch_shape_of, real_tokens
-from lib.model.partition import Division, ModelShape, divide, rank_bytes
+from lib.model.partition import PIECE, Division, ModelShape, divide, rank_bytes
 from lib.system.hardware import Device
 
 MARGIN = 1.1  # for work that MLX submits ahead, views, the rounding of allocations
 LOGITS_BYTES = 2**29  # most bytes of float32 logits at a time, as lib/model/logps.py has it
 LONG = 2048  # positions; longer rows attend in blocks, which keep no probabilities
+KEPT_OF_RECURRENCE = 3  # numbers for each that its projections make, as measured on a CPU
+SCANS = 28  # arrays of a piece of Mamba's at work, as measured on a CPU, where MLX submits them all ahead
 MOST_ROWS = 512  # the largest ones, whose sizes are known
 SLICE_BYTES = 2**20  # of an array whose optimizer states take 8 bits, as float32
 UPDATED_BYTES = 2**23  # of trained numbers whose updates are under way at a time
@@ -94,7 +96,10 @@ def activation_bytes_of_block(
     hidden, queries, keys = shape.hidden_size, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     times = max(1, shape.experts_per_token) if is_sparse else 1
     columns = times * shape.expert_columns if is_sparse else shape.mlp_columns
-    numbers: float = 4 * hidden + 2 * queries + 2 * keys + (4 if device == "cpu" else 3) * columns
+    attend = (shape.blocks if shape.attention_blocks is None else shape.attention_blocks) / shape.blocks
+    recurrent = shape.recurrent_blocks / shape.blocks * shape.recurrent_columns
+    numbers: float = 4 * hidden + attend * (2 * queries + 2 * keys) + (4 if device == "cpu" else 3) * columns
+    numbers += KEPT_OF_RECURRENCE * recurrent
     if is_sparse:
         numbers += 2 * times * hidden
     if training.method == "lora":
@@ -108,13 +113,15 @@ def activation_bytes_of_block(
         kept += batch.tokens * 2 * hidden * 4
     sequences, positions = batch.rows * batch.completions, batch.prefix + batch.length
     if batch.prefix:  # every completion has a copy of its prompt's keys and values
-        kept += 2 * keys * sequences * positions * item
+        kept += attend * 2 * keys * sequences * positions * item
     is_fused = device == "cuda" and item == 2 and shape.head_dim <= 128
     if not is_fused and positions <= LONG:
-        kept += batch.scores * shape.heads * item
+        kept += attend * batch.scores * shape.heads * item
     at_work: float = batch.tokens * (3 * columns + 4 * hidden) * item + (not is_fused) * 2 * min(
         batch.scores * shape.heads * item, 2**28
     )
+    scanned = batch.rows * max(min(batch.prefix, PIECE), batch.completions * min(batch.length, PIECE))
+    at_work += SCANS * scanned * shape.scanned_numbers * 4
     weights = block_weights(shape, is_sparse)
     if shape.weight_bytes < shape.other_bytes:  # dequantised for one product at a time
         at_work += hidden * max(columns, queries) * (shape.experts if is_sparse else 1) * item * 2
