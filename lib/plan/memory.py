@@ -174,9 +174,7 @@ def head_bytes(shape: ModelShape, training: Training, batch: BatchShape, device:
     """Logits of one chunk with their gradient, and the hidden states of the scored tokens."""
     item = 4 if training.method == "full" else shape.other_bytes
     logits = min(batch.scored * shape.vocabulary * 4, LOGITS_BYTES) / 4
-    width = 12 if device == "cpu" else 2 * item
-    if training.method == "full" or training.adapts_embeddings:
-        width += 4
+    width = 12 if device == "cpu" else 2 * item + 4 * (training.method == "full" or training.adapts_embeddings)
     table = shape.vocabulary * shape.hidden_size * item if shape.weight_bytes < shape.other_bytes else 0
     return logits * width + 2 * batch.scored * shape.hidden_size * item + table
 

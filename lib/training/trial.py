@@ -35,7 +35,7 @@ QUANTILES = 0.5, 0.97  # of the lengths of rows that are tried
 CUT = 8  # tokens of a prompt, and of a completion, in a very short micro-batch
 LOOKED_ROWS = 1024  # of the run's, for the micro-batches of each size
 WORTH = 1.1  # times as fast: then other micro-batches are taken
-ANSWER_TOKENS = 4
+ANSWER_TOKENS = 8
 BASIS = "a few blocks that were tried"
 
 
