@@ -278,6 +278,21 @@ def test_every_form_carries_the_template_and_the_end_of_turn_that_were_trained(
     assert 'PARAMETER stop """<|im_end|>"""' in (folder / "ollama" / "Modelfile").read_text()
 
 
+def test_an_exported_template_renders_without_arguments_as_the_run_did(
+    with_tokenizer: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Without thinking, as training put it, though the template's own default is another; with an argument as asked."""
+    from transformers import AutoTokenizer
+
+    run = with_tokenizer("Qwen-Qwen3-0.6B")
+    assert command.main([str(run), "--to", "fused"]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(run / "export/fused")
+    asked: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+    texts = [tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], **asked)]
+    texts.append(tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], **asked, enable_thinking=True))
+    assert [text.partition("assistant\n")[2] for text in texts] == ["<think>\n\n</think>\n\n", ""]
+
+
 # ---- GGUF and Ollama
 
 MAPPED = [name for name, shape in exported.FAMILIES.items() if shape["model_type"] in gguf.FAMILIES]

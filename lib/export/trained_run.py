@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -92,8 +94,12 @@ class TrainedRun:
             return None
         encoder = Encoder(tokenizer, self.settings.data, None)
         template = encoder.template
-        text = template.text if template.is_used else None
-        return ChatForm(tokenizer, text, dict(template.arguments_without_answer), sorted(encoder.end_ids))
+        arguments, text = dict(template.arguments_without_answer), template.text if template.is_used else None
+        if text is not None:  # readers that give no arguments render as training did
+            used = {n: json.dumps(v) for n, v in arguments.items() if v is not None and re.search(rf"\b{n}\b", text)}
+            defaults = (f"{{%- if {n} is not defined %}}{{%- set {n} = {v} %}}{{%- endif %}}" for n, v in used.items())
+            text = "".join([*defaults, text])
+        return ChatForm(tokenizer, text, arguments, sorted(encoder.end_ids))
 
     def unnamed_ends(self) -> list[str]:
         """`inputs.unnamed_ends` of the run."""
