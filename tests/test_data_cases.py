@@ -21,6 +21,7 @@ from lib.data.tokenizer import Vocabulary, load_tokenizer_of
 from lib.errors import UserError
 from lib.training.inputs import generate_options, read_inputs
 from tests import chat_models, chat_rows, tiny
+from tests.tiny import ROOT
 
 QWEN = "Qwen-Qwen2.5-7B-Instruct"
 USER = {"role": "user", "content": "Where is shelf 0?"}
@@ -80,6 +81,18 @@ def test_other_layouts_of_a_folder(tmp_path: Path, names: tuple[str, ...], train
     files = [found.train] if isinstance(found.train, str) else list(found.train)
     assert files == ([str(tmp_path / "data" / name) for name in names[:train]] or [str(tmp_path / "data")])
     assert found.valid == (valid and str(tmp_path / "data" / valid))
+
+
+@pytest.mark.parametrize("words", [["rollouts.rounds=1", "rollouts.prompts=2"], ["train.loss=grpo"]])
+def test_a_folder_of_prompts_or_groups_is_split_as_well(tmp_path: Path, words: list[str]) -> None:
+    group = {"completion_ids": [[7, 1], [8, 9, 1]], "rewards": [1.0, 0.0]}
+    for name, count in (("train", 5), ("valid", 2), ("test", 3)):
+        write(tmp_path / "data" / f"{name}.jsonl", [{"prompt_ids": [i + 2, count]} | group for i in range(count)])
+    words = [*words, f"data.train={tmp_path}/data", f"data.cache_dir={tmp_path}/cache"]
+    model = [f"model.path={ROOT}/configs/quickstart/model", "evaluate.samples=0"]
+    inputs = read_inputs(load_settings(None, [*model, *words]), print)
+    assert len(inputs.data) == 5 and inputs.valid is None
+    assert (inputs.held_out and len(inputs.held_out)) == (2 if "rollouts.rounds=1" in words else None)
 
 
 @pytest.mark.parametrize("kind", ["preference", "prompt"])

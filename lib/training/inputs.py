@@ -115,9 +115,11 @@ def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         if encoder is None:
             raise UserError(f"rollouts.rounds={config.rollouts.rounds}: {config.model.path} has no tokenizer")
         completions = config.rollouts.samples if config.record_kind == "group" else 2
-        data, held_out = _prompts(config.data, config.rollouts, encoder, completions, words, say)
+        split = with_splits(config.data, say)
+        data, held_out = _prompts(split, config.rollouts, encoder, completions, words, say)
     elif config.record_kind == "group":
-        data = load_groups(config.data, words)
+        alone = config.data.model_copy(update={"holdout": 0.5})  # what a folder holds out is left: groups have no loss
+        data = load_groups(with_splits(alone, say), words)
     else:
         kind, mismatched = config.record_kind, losses.needs_mismatched(config.train.loss)
         data = open_training(config.data, kind, of_model, tell=say, mismatched=mismatched, vocabulary=words)
