@@ -239,6 +239,23 @@ def test_gradients_are_those_of_whole_rows_in_float64(
         assert error(found, wanted) < 1e-5
 
 
+def test_packed_experts_and_the_router_stay_as_they_are(tmp_path: Path) -> None:
+    keys = ("self_attn.q_proj", "mlp.experts.up_proj", "mlp.experts.down_proj")
+    settings = ModelSettings(path=str(exported.base_model(tmp_path / "base", "gpt_oss", 4, mode="mxfp4")), keys=keys)
+    model = load_module.load(settings, 0)
+    adapters.make_trainable(model, settings, 0)
+    frozen = {n: mx.array(a) for n, a in tree_flatten(model.parameters()) if "lora" not in n}
+    trained = {n: mx.array(a) for n, a in adapter_files.trainable(model).items()}
+    assert token_stream.cannot_share_prompts(model.train()) is None
+    Step(model, optim.SGD(1.0), TRAIN, World())(0, 9, [(collate(pairs(), 4, True), np.zeros((3, 2), np.float32))])
+    after = dict(tree_flatten(model.parameters()))
+    packed = [n for n in frozen if ".experts." in n and n.endswith("_proj.linear.weight")]
+    assert packed and all(after[n].dtype == mx.uint32 for n in packed)
+    assert all(mx.array_equal(after[n], array) for n, array in frozen.items())
+    moved = {n.split(".lora")[0].partition(".mlp.")[2] for n, a in trained.items() if not mx.array_equal(after[n], a)}
+    assert moved == {"", "experts.up_proj", "experts.down_proj"}
+
+
 VIEWS = {"Slice", "Split", "Reshape", "Squeeze", "ExpandDims", "Transpose", "Broadcast", "Depends", "StopGradient"}
 
 

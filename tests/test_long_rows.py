@@ -113,6 +113,16 @@ def test_a_kernels_blocks_give_what_all_at_once_gives(
     assert mx.linalg.norm(found - with_sinks).item() <= 1e-5 * mx.linalg.norm(with_sinks).item()
 
 
+def test_a_backward_kernel_that_mlx_reports_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = drawn(1, 2, 1, 64, 80)
+    wanted = both(inputs)
+    shapes = inputs[0].shape, inputs[1].shape, mx.float32
+    assert not long_attention.has_backward_kernel(*shapes) or mx.default_device() != mx.cpu
+    monkeypatch.setattr(long_attention, "has_backward_kernel", lambda *given: given == shapes)
+    monkeypatch.setattr(long_attention, "block_rows", lambda *_: pytest.fail("in blocks"))
+    assert all(np.array_equal(a, b) for a, b in zip(both(inputs), wanted, strict=True))
+
+
 def test_memory_grows_with_the_length_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_attention, "LONG", 256)
     monkeypatch.setattr(long_attention, "SCORE_BYTES", 2**20)

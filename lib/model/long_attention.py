@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,6 +65,16 @@ def is_fused(device: Device, head_dim: int, item_bytes: int) -> bool:
     return device == "cuda" and item_bytes == 2 and head_dim <= 128 and head_dim % 8 == 0
 
 
+@functools.cache
+def has_backward_kernel(queries: tuple[int, ...], keys: tuple[int, ...], dtype: mx.Dtype) -> bool:
+    """Whether MLX would take a kernel for the gradient of causal attention of these shapes: as its graph says, of which
+    nothing is computed. Metal has one since MLX 0.32.4."""
+    q, k = mx.zeros(queries, dtype), mx.zeros(keys, dtype)
+    _, gradients = mx.vjp(lambda q, k, v: _causal(q, k, v, {"scale": 1.0}), [q, k, k], [q])
+    mx.export_to_dot(graph := io.StringIO(), *gradients)
+    return "ScaledDotProductAttentionVJP" in graph.getvalue()
+
+
 def block_rows(is_fused: bool, sequences: int, heads: int, queries: int, keys: int, item_bytes: int) -> int:
     """Queries of each sequence that attend at a time. Without a fused kernel MLX's backward pass keeps the scores.
     cuDNN computes those that the mask hides: 8,192 queries at once took 1.2 times as long as 2,048 at a time (H200)."""
@@ -85,6 +97,9 @@ def causal_attention(queries: mx.array, keys: mx.array, values: mx.array, **opti
         # to plain products, which keep the scores (832 queries of 1B's shape took an H200 six times as long as 896).
         more = [(0, 0), (0, 0), (0, -length % TILE), (0, 0)]
         return causal_attention(*(mx.pad(x, more) for x in (queries, keys, values)), **options)[:, :, :length]
+    is_plain = not has_kernel and options.get("sinks") is None and keys.shape == values.shape
+    if is_plain and has_backward_kernel(queries.shape, keys.shape, queries.dtype):
+        return _causal(queries, keys, values, options)
     rows = block_rows(has_kernel, sequences, heads, length, positions, queries.dtype.size)
     if rows == length or (not has_kernel and options.get("sinks") is not None):  # whose gradient would be lost
         return _causal(queries, keys, values, options)

@@ -155,7 +155,7 @@ class Stream:
         return Window(of_attention["window_size"]) if of_attention else None
 
     def _window(self, mask: Window | None) -> int | None:
-        return min((size for size in (self.window, mask and mask.size) if size is not None), default=None)
+        return min((size for size in (self.window, mask.size if mask else None) if size is not None), default=None)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         return keys, values
