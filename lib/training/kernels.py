@@ -39,6 +39,7 @@ from lib.model.token_stream import (
     Stream,
     StreamInputs,
     arrays_of,
+    cannot_share_prompts,
     hidden_states,
     length_multiple,
     scored_states,
@@ -165,10 +166,20 @@ def _with_few_blocks(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def blocks(step: Step, batch: Batch) -> None:
-    """Forward and backward through the blocks."""
-    model = step.model
+    """Forward and backward through the blocks, in which tokens attend to themselves alone: `stream` has the rest."""
+    model, attend = step.model, Stream.attend
+
+    def attend_alone(stream: Stream, q: mx.array, k: mx.array, v: mx.array, scale: float, **_: object) -> mx.array:
+        if stream.known is None:
+            stream.attended = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale)
+        return stream.attended if stream.known is None else stream.known
+
     run = nn.value_and_grad(model, lambda inputs: mx.square(scored_states(model, inputs).astype(mx.float32)).sum())
-    mx.eval(mx.compile(run, inputs=[model.state, mx.random.state])(arrays_of(batch.inputs)))
+    Stream.attend = attend_alone  # type: ignore[method-assign, assignment]
+    try:
+        mx.eval(mx.compile(run, inputs=[model.state, mx.random.state])(arrays_of(batch.inputs)))
+    finally:
+        Stream.attend = attend  # type: ignore[method-assign]
 
 
 def stream(step: Step, batch: Batch) -> None:
@@ -248,6 +259,7 @@ PARTS: dict[str, Callable[[Step, Batch], None]] = {
 def compile_part(part: str, config: Config, examples: Sequence[Example]) -> None:
     """Runs one of PARTS on a small model and these rows, of which the last becomes longer than another."""
     model = small_model(config.model, config.train.seed)
+    cannot_share_prompts(model)  # lets its blocks take a stream
     step = Step(model, make_optimizer(config.train), config.train, World())
     known: list[Example] = []
     for i, row in enumerate(examples):

@@ -104,7 +104,8 @@ class Step:
         elapsed = started - self.last_started if self.world.rank == 0 else 0.0
         self.last_started = started
         mx.reset_peak_memory()
-        self.model.train()
+        if not self.model.training:
+            self.model.train()  # a walk through all modules
         # Masks of dropout that no token's key decides: a resumed run draws the same ones.
         mx.random.seed(int(np.random.SeedSequence([self.train.seed, index, self.rank]).generate_state(1)[0]))
         if self.draws:
