@@ -83,11 +83,11 @@ def plan_run(
     with world.agreeing("planning"):
         first = advised(config.plan, config.train, config.strategy, plan(facts))
         of_ranks = tuple(replace(rank, blas_threads=here[0]) for rank, here in zip(first.ranks, every, strict=True))
-        kept = [tuple(rank["micro_batch_sizes"]) for rank in before]  # as a trial chose them: smaller ones, if others
-        if config.plan.micro_batch_sizes is None and list(map(sum, kept)) == [rank.share for rank in of_ranks]:
-            both = zip(of_ranks, kept, strict=True)
-            sizes = [min(rank.micro_batch_sizes, of, key=lambda s: max(s, default=0)) for rank, of in both]
-            of_ranks = tuple(replace(r, micro_batch_sizes=of) for r, of in zip(of_ranks, sizes, strict=True))
+        earlier = [tuple(rank["micro_batch_sizes"]) for rank in before]  # as a trial chose them
+        if config.plan.micro_batch_sizes is None and list(map(sum, earlier)) == [rank.share for rank in of_ranks]:
+            both = zip(of_ranks, earlier, strict=True)
+            smaller = [min(rank.micro_batch_sizes, of, key=lambda s: max(s, default=0)) for rank, of in both]
+            of_ranks = tuple(replace(r, micro_batch_sizes=of) for r, of in zip(of_ranks, smaller, strict=True))
         first = replace(first, basis=replace(first.basis, matmul_gflops=rates), ranks=of_ranks)
     world.require_equal("plan", json.dumps(first.decisions()))  # unlike plans would lose rows, or train them twice
     return replace(first, warnings=(*warnings, *first.warnings))
