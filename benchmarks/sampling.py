@@ -42,7 +42,7 @@ from rich.table import Table  # noqa: E402
 
 from benchmarks.gpus import dense  # noqa: E402
 from lib.config.settings import ModelSettings  # noqa: E402
-from lib.evaluate.sample import GreedySampling, Prompt, Sampler  # noqa: E402
+from lib.evaluate.sampler import GreedySampling, Prompt, Sampler  # noqa: E402
 from lib.model import load  # noqa: E402
 
 MODELS = {

@@ -30,7 +30,7 @@ from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.evaluate import score_file
-from lib.evaluate.sample import Sample
+from lib.evaluate.sampler import Sample
 from lib.evaluate.score_file import open_asked
 from lib.model import load as models
 from lib.system.terminal import Terminal

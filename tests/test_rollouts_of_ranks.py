@@ -12,7 +12,7 @@ import pytest
 
 from lib.config.settings import ModelSettings
 from lib.distributed.world import World
-from lib.evaluate.sample import Sample
+from lib.evaluate.sampler import Sample
 from lib.model import load as models
 from tests import rounding, tiny
 from tests.ranks import train

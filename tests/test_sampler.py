@@ -11,7 +11,7 @@ import pytest
 from mlx_lm import batch_generate
 
 from lib.errors import Stopped
-from lib.evaluate.sample import BLOCK, Prompt, Sample, Sampler, draw, uniforms
+from lib.evaluate.sampler import BLOCK, Prompt, Sample, Sampler, draw, uniforms
 from lib.model.token_stream import cannot_share_prompts
 from tests import families, rounding
 from tests.test_forward import load

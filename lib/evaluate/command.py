@@ -27,7 +27,7 @@ from lib.data.tokenizer import Tokenizer
 from lib.distributed.world import World, start
 from lib.errors import AgreedError, UserError
 from lib.evaluate import harness, score_file, win_rate
-from lib.evaluate.answers import exact_match, greedy
+from lib.evaluate.exact_match import exact_match, greedy
 from lib.evaluate.held_out_metrics import digest_of, metrics_of, write_per_pair
 from lib.evaluate.score_file import FileJob, StoredModel, divides, open_asked, parts_of_model
 from lib.model import adapter_files

@@ -10,7 +10,7 @@ import numpy as np
 
 from lib.data.prompts import Prompts
 from lib.distributed.world import World
-from lib.evaluate.answers import exact_match, greedy
+from lib.evaluate.exact_match import exact_match, greedy
 from lib.evaluate.held_out_metrics import metrics_of
 from lib.training.losses import Metrics
 from lib.training.reference_model import dataset_logps

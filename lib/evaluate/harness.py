@@ -33,7 +33,7 @@ from lib.data.tokenizer import TextTokens, stored_config
 from lib.distributed.work_queue import Lines
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.evaluate.sample import GreedySampling, Prompt, Sampler, in_batches
+from lib.evaluate.sampler import GreedySampling, Prompt, Sampler, in_batches
 from lib.evaluate.score_file import FileJob, StoredModel, is_on_rank_0, key_of, pull
 from lib.model import load
 from lib.model.logps import greedy_logps

@@ -39,7 +39,7 @@ from lib.data.record_formats import ANSWER
 from lib.data.tokenizer import Vocabulary
 from lib.errors import UserError
 from lib.evaluate import judge_process
-from lib.evaluate.sample import in_batches
+from lib.evaluate.sampler import in_batches
 from lib.model.load import bounded
 from lib.model.token_stream import length_multiple
 from lib.system import files, os_commands

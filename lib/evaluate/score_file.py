@@ -33,7 +33,7 @@ from lib.distributed.world import World, host_names
 from lib.errors import UserError
 from lib.evaluate.held_out_metrics import columns_by_row
 from lib.evaluate.judges import Question, judge_of
-from lib.evaluate.sample import GreedySampling, Prompt, Sample, Sampler
+from lib.evaluate.sampler import GreedySampling, Prompt, Sample, Sampler
 from lib.model import adapter_files, adapters
 from lib.model import load as load_module
 from lib.model.partition import Division, Part

@@ -29,7 +29,7 @@ from lib.distributed.work_queue import Lines, WorkQueue, open_queue
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.judges import Judge, Question, scores_of
-from lib.evaluate.sample import Prompt, Sampler
+from lib.evaluate.sampler import Prompt, Sampler
 from lib.evaluate.score_file import FileJob, is_on_rank_0, key_of, pull
 from lib.rollouts.pairs import Answer, Group, Pair, pairs_of
 from lib.system import files

@@ -22,10 +22,10 @@ from lib.data.prompts import Prompts
 from lib.data.record_formats import ANSWER
 from lib.distributed.world import World
 from lib.errors import AgreedError, UserError
-from lib.evaluate.answers import greedy
 from lib.evaluate.evaluator import Evaluator
+from lib.evaluate.exact_match import greedy
 from lib.evaluate.judges import Judge, judge_of, scores_of
-from lib.evaluate.sample import Sampler
+from lib.evaluate.sampler import Sampler
 from lib.evaluate.score_file import key_of
 from lib.model import adapter_files
 from lib.rollouts.collect import PAIRS, SAMPLES, Collector, policy_of, question_of

@@ -13,7 +13,7 @@ from lib.data.prompts import Question
 from lib.data.tokenizer import Tokenizer
 from lib.distributed.world import World
 from lib.evaluate.judges import extract
-from lib.evaluate.sample import GreedySampling, Prompt, Sampler
+from lib.evaluate.sampler import GreedySampling, Prompt, Sampler
 from lib.system.terminal import Terminal
 
 
