@@ -134,12 +134,13 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
     with world.agreeing("loading the model"), say.doing("loading the model"):
         lazy, recomputes = dry_run or plan.divides_model, plan.checkpoints_blocks(world.rank)
         model = inputs.load_policy(config.model, config.train.seed, lazy, recomputes)
-    pace, plan = trial.pace(config, world, plan, model, read, say.tried_step_seconds, resume)
-    console.show_model(say, model, console.expected(config, read, plan, pace))
+    pace, chosen = trial.pace(config, world, plan, model, read, say.tried_step_seconds, resume)
+    console.show_choice(say, plan, chosen)
+    console.show_model(say, model, console.expected(config, read, chosen, pace))
     if dry_run:
         say.line("dry run: nothing is trained or written")
         return None
-    opened = run.open_run(config, world, hosts, read, plan, model, say)
+    opened = run.open_run(config, world, hosts, read, chosen, model, say)
     opened.tracker.subscribers += [say.take, sinks.take]
     opened.claim(resume)  # the run's folder has one owner, on every disk
     return opened

@@ -54,6 +54,7 @@ HERE = Host("localhost")
 ANSWER, SPEED = "tandem-preflight ", "tandem-speed "  # before what is for this program among a host's or rank's lines
 MESSAGE_BYTES = 2**20
 SLOW_SECONDS, SLOW_LATENCY_SECONDS = 0.085, 0.025  # of a message one way, about 100 Mbit/s, and of a number
+LINK_SECONDS = 5.0  # that a slow link takes for the messages of its trial
 TRIAL_SECONDS = 15.0
 LIMIT_SECONDS = 30.0  # of a host's checks
 STYLES = {"ok": "green", "note": "bold magenta", "failed": "bold red"}
@@ -145,7 +146,7 @@ def check_project(request: Request) -> Finding:
     """The same source files as on the launching machine."""
     differ = sorted({name for name, _ in request.project.items() ^ project_digests().items()})
     message = f"{listed(differ, 3)} not as on this machine"
-    return Finding("failed", message, request.sync_line.replace("PATH", ".")) if differ else Finding("ok")
+    return Finding("failed", message, request.sync_line.replace("--sync PATH", "--sync .")) if differ else Finding("ok")
 
 
 def check_packages(request: Request) -> Finding:
@@ -168,7 +169,7 @@ def check_files(request: Request) -> Finding:
             look = f"ls -l {shlex.quote(str(Path(path).parent))}"
             return Finding("failed", f"{path} is not on this machine", look, "correct the path in the configuration")
         if (found := digest(Path(there))) != wanted:
-            copy = request.sync_line.replace("PATH", shlex.quote(path))
+            copy = request.sync_line.replace("--sync PATH", f"--sync {shlex.quote(path)}")
             wrong = "differs from the one here" if found else "is missing"
             return Finding("failed", f"{there} {wrong}", copy, "or map=HERE:THERE in the host file")
     return Finding("ok")
@@ -333,7 +334,9 @@ def ask_host(job: Job, host: Host, request: Request) -> list[Finding]:
     error = (done.errors.strip().splitlines() or [f"no answer within {seconds:g} s"])[-1]
     if done.status == 127 and words[0] in error:
         raise UserError(f"{error.replace(':', ' does not start on this machine:', 1)}; --python names another")
-    check, remedy, note = ssh.remedy(host, error, request.directory, request.sync_line.replace("PATH", "."))
+    check, remedy, note = ssh.remedy(
+        host, error, request.directory, request.sync_line.replace("--sync PATH", "--sync .")
+    )
     return [Finding("failed", error, remedy, note, check, host.name)]
 
 
@@ -344,7 +347,8 @@ def try_backend(job: Job) -> list[Finding]:
     """Whether all ranks can add up a number, and how fast each link is that the run will use."""
     lines, interrupts = list[str](), queue.SimpleQueue[int]()
     trial = replace(job, command=("-m", "lib.launch.preflight", "sum", str(job.size)), wedged_seconds=TRIAL_SECONDS)
-    timer = threading.Timer(2 * TRIAL_SECONDS, interrupts.put, [15])
+    limit_seconds = 2 * TRIAL_SECONDS + LINK_SECONDS * job.size
+    timer = threading.Timer(limit_seconds, interrupts.put, [15])
     timer.daemon = True
     timer.start()
     outcome = Start(trial, Console(lines)).run(interrupts)
@@ -354,7 +358,7 @@ def try_backend(job: Job) -> list[Finding]:
         speeds = [json.loads(line.removeprefix(SPEED)) for line in lines if line.startswith(SPEED)]
         works = [Finding("ok", job.backend, check="backend", host=name) for name in names]
         return works + [link_finding(job, *speed) for speed in speeds]
-    said = [outcome.message or f"no sum within {2 * TRIAL_SECONDS:g} s", *(line for line in lines if line.strip())]
+    said = [outcome.message or f"no sum within {limit_seconds:g} s", *(line for line in lines if line.strip())]
     remedy = job.launch_line("--backend", "mpi" if job.backend == "ring" else "ring")
     note = f"only ring joins Macs and Linux; is a firewall on at port {job.starting_port}"
     message = f"{job.backend}: {said[-1]}"

@@ -39,12 +39,14 @@ INSTALLED += '[ "$made" -nt constraints.txt ] && exit 0; done'
 def copy_to_hosts(job: Job, paths: Sequence[str]) -> None:
     """Copies paths to every other host. Of `.`, the project, runs and environments are left out, and it is installed
     there. Raises UserError: a path does not exist, or copying or installing fails on a host."""
-    for source in (Path(path).resolve() for path in paths):
+    for path in paths:
+        source = Path(path).expanduser().resolve()
+        named = path if path.startswith("~") and source != ROOT else str(source)  # a home is each host's
         digests = {name: receiver.sha256(file) or "" for name, file in _files(source).items()}
         if not digests:
             raise UserError(f"--sync {source}: no file is there")
         with ThreadPoolExecutor(len(job.hosts)) as pool:
-            list(pool.map(lambda host: _copy(job, host, source, digests), job.hosts))  # noqa: B023
+            list(pool.map(lambda host: _copy(job, host, named, source, digests), job.hosts))  # noqa: B023
 
 
 def _files(source: Path) -> dict[str, Path]:
@@ -60,9 +62,9 @@ def _files(source: Path) -> dict[str, Path]:
     return found
 
 
-def _copy(job: Job, host: Host, source: Path, digests: Mapping[str, str]) -> None:
-    target = job.path_on(host, source)
-    if is_this_machine(host) and target == str(source):
+def _copy(job: Job, host: Host, named: str, source: Path, digests: Mapping[str, str]) -> None:
+    target = job.path_on(host, named)
+    if is_this_machine(host) and target == named:
         return
     folder, base = (Path(target).parent, source.parent) if source.is_file() else (Path(target), source)
     if source.is_file() and Path(target).name != source.name:
@@ -81,10 +83,7 @@ def _copy(job: Job, host: Host, source: Path, digests: Mapping[str, str]) -> Non
             differ = json.loads(answer.removeprefix(receiver.MARK))
             with tarfile.open(fileobj=process.stdin, mode="w|", encoding="utf-8", dereference=True) as archive:
                 for name in differ:
-                    entry = archive.gettarinfo(base / name, name)
-                    entry.mtime = int(time.time())  # newer than what was installed from the file before
-                    with (base / name).open("rb") as stream:
-                        archive.addfile(entry, stream)
+                    archive.add(base / name, name)
             process.stdin.close()
         except BrokenPipeError:
             pass

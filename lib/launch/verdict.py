@@ -255,7 +255,10 @@ def cable(trials: Trials) -> str:
             raise UserError("the hosts did not train within a minute")
         print(f"\n>>> Pull the cable of another machine now, within {CABLE_SECONDS:.0f} s.", flush=True)
         if wait_for(0, "launch: start 2,") is None:
-            raise LeftOut(f"no cable was pulled within {CABLE_SECONDS:.0f} s, or nothing went on")
+            step = trials.steps_of("cable")[-1]["step"]
+            if process.poll() is not None or wait_for(step + 1, "") is None:
+                raise UserError("the cable was pulled, and the others did not go on")
+            raise LeftOut(f"no cable was pulled within {CABLE_SECONDS:.0f} s")
         last = trials.steps_of("cable")[-1]["step"]
         said = wait_for(last + 20, "")
         print(">>> Put it back.\n", flush=True)
@@ -439,12 +442,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words == ["attention"]:
         print_attention()
         return 0
-    if words[:1] == ["remove"] and Path(words[1]).name.startswith(FOLDER):
+    if words[:1] == ["remove"] and len(words) == 2 and Path(words[1]).name.startswith(FOLDER):
         shutil.rmtree(words[1], ignore_errors=True)
         return 0
     parser = Parser(prog="python -m lib.launch.verdict", description=__doc__)
     parser.add_argument("--model", type=Path, help="the folder of a model, for the tokens/s of LoRA")
-    parser.add_argument("--hosts", type=Path, help="a host file: the ring is of these hosts")
+    parser.add_argument(
+        "--hosts", type=Path, help="a host file: links, ring, shares and cable are tried over these hosts"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT, help="of the page (default: the project's)")
     options = parser.parse_args(words)
     names, lines = own_names(options), machine_lines()

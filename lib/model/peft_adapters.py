@@ -66,7 +66,7 @@ EXPERTS |= {
 }
 
 # The adapter's name in an array's, which saving by hand leaves in: layer.lora_A.NAME.weight.
-ADAPTER_NAME = re.compile(r"(\.lora_\w+)\.(?!weight$)\w+(?=\.weight$|$)")
+ADAPTER_NAME = re.compile(r"(\.lora_\w+)\.(?!weight$)[^.]+(?=\.weight$|$)")
 MERGED = "merge it with peft's merge_and_unload(), save that, and give the folder as model.path without model.adapter"
 
 

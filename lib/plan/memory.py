@@ -222,6 +222,7 @@ class Rows:
     completions: int = 2
     length_multiple: int = 64
     sums: Sequence[Sequence[int]] = ()  # tokens and scored tokens of the one, two, three, ... rows that have most
+    shortest_prompt: int | None = None  # None: as long as `prompt`
 
     @classmethod
     def of(cls, prompts: np.ndarray, seen: np.ndarray, scored: np.ndarray, length_multiple: int) -> Rows:
@@ -229,7 +230,7 @@ class Rows:
         tokens, scored = real_tokens(prompts, seen), scored.sum(axis=1)
         largest = int(prompts[tokens.argmax()]), int(seen.max()), int(tokens.max()), int(scored.max())
         sums = [np.cumsum(np.sort(each)[::-1][:MOST_ROWS]).tolist() for each in (tokens, scored)]
-        return cls(*largest, seen.shape[1], length_multiple, sums)
+        return cls(*largest, seen.shape[1], length_multiple, sums, int(prompts.min()))
 
     @classmethod
     def mean(cls, prompts: np.ndarray, seen: np.ndarray, scored: np.ndarray, length_multiple: int) -> Rows:
@@ -244,7 +245,8 @@ class Rows:
         if self.sums:
             known = min(pairs, len(self.sums[0]))
             in_all = [-(-of_rows[known - 1] * pairs // known) for of_rows in self.sums]
-        need = (pairs, prompt, prompt, self.seen, *in_all, widest)
+        shortest = prompt if self.shortest_prompt is None or pairs == 1 else min(prompt, self.shortest_prompt)
+        need = (pairs, shortest, prompt, self.seen, *in_all, widest)
         return batch_shape_of(np.array([need], NEED), self.completions, self.length_multiple, shared_prompts)
 
 

@@ -328,6 +328,12 @@ def attend_displays(say: Terminal, settings: MetalSettings, world: World, hosts:
         say.warning(advice)
 
 
+def show_choice(say: Terminal, planned: ClusterPlan, chosen: ClusterPlan) -> None:
+    """The plan, if a trial changed it."""
+    if chosen is not planned:
+        say.line(f"plan: {chosen.reason}")
+
+
 def show_model(say: Terminal, model: nn.Module, expected: str) -> None:
     """How much of the model is trained, and what the run will take."""
     total = sum(array.size for _, array in tree_flatten(model.parameters()))

@@ -29,11 +29,13 @@ def run(*words: object) -> None:
 
 def install(extra: str) -> None:
     """Makes .venv anew, with the pinned versions and nothing else. extra: what MLX computes on."""
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    if extra not in ("cpu", "metal", "cuda"):
+        raise SystemExit(f"error: EXTRA={extra}: it is cpu, metal or cuda")
     if subprocess.run([sys.executable, "-m", "venv", "--clear", ".venv"]).returncode:
         remedy = "Debian, Ubuntu: apt-get install python3-venv"
         raise SystemExit(f"error: {sys.executable} cannot make a virtual environment ({remedy})")
-    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"]
     needed = [*project["dependencies"], *extras[extra], *extras["serve"], *extras["dev"], *extras["docs"]]
     requirements = Path(".venv/requirements.txt")
     requirements.write_text("\n".join(needed) + "\n", encoding="utf-8")

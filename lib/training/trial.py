@@ -73,6 +73,7 @@ def pace(
     ranks = [Seconds(*of_rank) for of_rank in every]
     if config.plan.replan and config.plan.micro_batch_sizes is None and not resume:
         plan = trial.fastest(plan, ranks)
+        world.require_equal("plan", json.dumps(plan.decisions()))
     return trial.pace(plan, ranks, inputs.valid, tried), plan
 
 
@@ -241,7 +242,7 @@ class BlockTrial:
 
 
 def non_negative_fit(known: np.ndarray, seconds: np.ndarray) -> list[float]:
-    """Coefficients of no negative one, float64 [f], that fit in proportion. known: [n, f]; seconds: [n]."""
+    """Non-negative least squares, errors in proportion: float64 [f]. known: [n, f]; seconds: [n]."""
     scaled, found = known / seconds[:, None], np.zeros(known.shape[1])
     unit = np.maximum(np.abs(scaled).max(axis=0), 1e-300)
     left = list(range(known.shape[1]))
