@@ -193,7 +193,7 @@ def test_what_of_peft_has_no_counterpart_is_named(change: dict[str, Any], words:
 
 @pytest.mark.parametrize(
     "spelling",
-    [(".weight", ".default.weight"), (".weight", ".policy.weight"), ("model.layers.", "model.language_model.layers.")],
+    [(".weight", ".default.weight"), (".weight", ".a-b.weight"), ("model.layers.", "model.language_model.layers.")],
 )
 def test_pefts_other_spellings_are_matched(spelling: tuple[str, str], tmp_path: Path) -> None:
     shutil.copytree(PEFT / "llama-lora", tmp_path / "adapter")

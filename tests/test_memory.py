@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lib.config.settings import ModelSettings, TrainSettings
-from lib.data.batch import collate
+from lib.data.batch import batch_shape_of, collate, need_of
 from lib.data.dataset import Example
 from lib.distributed.world import World
 from lib.model import adapters, quantised
@@ -160,3 +160,11 @@ def test_the_formula_is_near_what_small_recurrent_models_hold(tmp_path: Path, fa
     rows, shape = Rows(128, 255, 382, 256, 2, 16), model_shape_of(config, to_divide=False)
     planned = MemoryModel(shape, Training(optimizer=OPTIMIZERS["sgd"]), rows).bytes(2, "cpu").total
     assert 0.75 <= planned / held <= 1.3
+
+
+def test_the_estimate_of_a_micro_batch_with_a_single_long_prompt_is_not_below_its_need() -> None:
+    prompts, scored = np.array([1000] + 63 * [10]), np.full((64, 2), 30)
+    seen = prompts[:, None] + scored - 1
+    real = batch_shape_of(need_of(prompts[:8], seen[:8], scored[:8])[None], 2, 16, True)
+    estimate = Rows.of(prompts, seen, scored, 16).batch(8, True)
+    assert estimate.prefix <= real.prefix and estimate.scores >= real.scores and estimate.tokens >= real.tokens
