@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from lib.config.load import load as load_settings
 from lib.config.settings import DataSettings, ModelSettings
 from lib.data import inspect
 from lib.data.dataset import load_dataset
 from lib.data.groups import load_groups
-from lib.data.record_formats import Plain
+from lib.data.record_formats import Columns, Plain, Unusable, parse
 from lib.data.sources import require_apart
 from lib.data.streaming import open_held_out, open_training, with_splits
 from lib.data.tokenize import Encoder, render_prompt
-from lib.data.tokenizer import Vocabulary, load_tokenizer_of
+from lib.data.tokenizer import TextTokens, Vocabulary, load_tokenizer_of
 from lib.errors import UserError
 from lib.training.inputs import generate_options, read_inputs
 from tests import chat_models, chat_rows, tiny
@@ -149,6 +150,46 @@ def test_a_prompt_that_is_rendered_already_is_taken_as_it_is(tmp_path: Path) -> 
     assert said == ["texts begin with <start_of_turn>, which the chat template does not have; it is rendered as text"]
 
 
+@pytest.mark.parametrize(
+    "name, prompt, end",
+    [
+        (QWEN, "<|im_start|>user\nShelf?<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>\n"),
+        ("google-gemma-2-2b-it", "<bos><start_of_turn>user\nq<end_of_turn>\n<start_of_turn>model\n", "<end_of_turn>\n"),
+        ("mistralai-Mistral-Nemo-Instruct-2407", "<s>[INST]Shelf?[/INST]", "</s>"),
+    ],
+)
+def test_rendered_answers_without_a_prompt_are_split_at_the_last_header(name: str, prompt: str, end: str) -> None:
+    """orpo#7: chosen and rejected are the whole conversation, as text."""
+    columns = Columns.of(DataSettings(train="-"))
+    texts = [f"{prompt}{answer}{end}" for answer in ("Aisle 3.", "Aisle 4, no.")]
+    for kind in ("preference", "sft"):
+        row = parse(dict(zip(("chosen", "rejected"), texts, strict=True)), columns, kind)  # type: ignore[arg-type]
+        assert isinstance(row, Plain) and row.prompt == prompt and row.completions[0] == f"Aisle 3.{end}"
+        ids = Encoder(wrapped(name), DataSettings(train="-"), None).encoded(row)
+        assert wrapped(name).decode(ids.prompt) == prompt
+    with pytest.raises(Unusable, match="no column 'prompt'"):
+        parse({"chosen": texts[0], "rejected": "No."}, columns, "preference")
+
+
+@pytest.mark.parametrize("name, end", [("microsoft-Phi-3.5-mini-instruct", "<|end|>"), (QWEN, "<|im_end|>")])
+def test_a_turns_end_that_no_file_of_the_model_names_ends_answers(name: str, end: str) -> None:
+    """Phi's template writes its tokenizer's end token behind it; Qwen's is added as a token that is not special."""
+    tokenizer = chat_models.tokenizer_of(name)
+    tokenizer.eos_token = "<|endoftext|>"
+    if name == QWEN:
+        tokenizer.add_tokens([AddedToken(end, special=False, normalized=False)])
+    encoder = Encoder(tokenizer, DataSettings(train="-"), None)
+    row = encoder.encoded(Plain("Shelf?", ("Aisle 3.",), ""))
+    assert row.completions[0][-1] == tokenizer.convert_tokens_to_ids(end) and {*row.completions[0]} & encoder.end_ids
+
+
+@pytest.mark.parametrize("text", ["\n42", "\n\n42", "  42", "42"])
+def test_an_answer_that_begins_with_line_breaks_continues_a_text(text: str) -> None:
+    """SentencePiece joins them with a line break before it: this ended in a traceback."""
+    tokens = TextTokens(chat_models.build("", {"kind": "metaspace", "bos": "<s>", "eos": "</s>"}))
+    assert tokens.tokenizer.decode([*tokens.ids("It is:"), *tokens.continued(text)]) == f"It is:{text}"
+
+
 def test_an_answer_to_a_rendered_prompt_ends_as_the_template_ends_it() -> None:
     """Of a base whose own end token is another."""
     tokenizer = chat_models.tokenizer_of("google-gemma-2-2b-it")
@@ -178,6 +219,7 @@ def test_a_column_that_nothing_reads_is_named_once(tmp_path: Path, name: str, va
         ("logo", "data:image/png;base64,iVBORw0KGgo="),
         ("voice", {"array": [0.1], "sampling_rate": 16000}),
         ("pixel_values", [[0.1]]),
+        ("page_image", "iVBORw0KGgo="),
     ],
 )
 def test_media_stop_the_run(tmp_path: Path, name: str, value: object) -> None:

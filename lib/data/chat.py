@@ -17,7 +17,7 @@ import jinja2
 
 from lib.config import read_file
 from lib.config.settings import DataSettings
-from lib.data.record_formats import JSON, Chat, Message, Unusable
+from lib.data.record_formats import JSON, TURN_MARKS, Chat, Message, Unusable
 from lib.data.tokenizer import Tokenizer
 from lib.errors import UserError
 
@@ -37,9 +37,6 @@ EMPTY_THINKING = re.compile(
     r"|<\|inner_prefix\|>\s*<\|inner_suffix\|>|<\|think_start\|>\s*<\|think_end\|>|<mm:think>\s*</mm:think>)"
 )
 OPENED_THINKING = re.compile(r"<((?:seed:|mm:)?think)>(\n?)$")
-TURN_MARKS = re.compile(
-    r"<[|｜][^\s'\"{}<>]{1,40}[|｜]>|\[/?[A-Z_]{3,20}\]|<(?:start|end)_of_turn>|<\|[a-z_]+>|<[a-z_]+\|>"
-)
 # What the rendering itself is asked for: an argument of this name would not reach the template.
 RESERVED = frozenset(
     {"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "chat_template", "return_dict"}

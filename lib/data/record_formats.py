@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import math
+import os.path
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -111,6 +112,11 @@ class Columns(NamedTuple):
         return self[:6] != self._fields[:6]
 
 
+# What chat templates write around a turn, and the same with what may follow it before an answer.
+TURN_MARKS = re.compile(
+    r"<[|｜][^\s'\"{}<>]{1,40}[|｜]>|\[/?[A-Z_]{3,20}\]|<(?:start|end)_of_turn>|<\|[a-z_]+>|<[a-z_]+\|>"
+)
+HEADERS = re.compile(rf"(?:{TURN_MARKS.pattern})(?:(?:assistant|model|ai|bot)\b)?\n*")
 NAMES_OF_TYPES = {str: "a string", list: "a list", dict: "an object", bool: "a boolean", int: "a number"}
 
 
@@ -292,6 +298,13 @@ def transcript(text: Any) -> Any:
     return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
 
 
+def _rendered_prompt(texts: Sequence[Any]) -> int:
+    """Characters of the prompt that rendered conversations have in common: up to the last header of an answer."""
+    common = os.path.commonprefix([text if isinstance(text, str) else "" for text in texts])
+    is_rendered = TURN_MARKS.match(common.removeprefix("<s>").removeprefix("<bos>").lstrip())
+    return max((header.end() for header in HEADERS.finditer(common)), default=0) if is_rendered else 0
+
+
 def _exchanges(pairs: list[Any]) -> list[JSON]:
     """Messages of question, answer, question, answer, ..."""
     both = [({"role": "user", "content": asked}, {"role": "assistant", "content": said}) for asked, said in pairs]
@@ -445,9 +458,12 @@ def _candidates(there: frozenset[str], columns: Columns, kind: RecordKind) -> It
 
         def read(record: JSON) -> Draft:
             answers = tuple(transcript(record[name]) for name in names)
-            if any(isinstance(answer, str) for answer in answers):
+            if not any(isinstance(answer, str) for answer in answers):
+                return Draft(None, answers, names)
+            length = _rendered_prompt([record.get(chosen), record.get(rejected)])
+            if not length:
                 raise Unusable(_missing(record, columns, "preference"))
-            return Draft(None, answers, names)
+            return Draft(answers[0][:length], tuple(answer[length:] for answer in answers), names)
 
         return Format("", "pair", names, read)
 
@@ -784,7 +800,7 @@ def _template_arguments(record: JSON, columns: Columns) -> JSON:
 
 # ---- Columns that nothing reads
 
-MEDIA_NAMES = re.compile(r"^(image|img|picture|photo|pixel|video|audio|speech|sound)s?($|_)", re.IGNORECASE)
+MEDIA_NAMES = re.compile(r"(^|_)(image|img|picture|photo|pixel|video|audio|speech|sound)s?($|_)", re.IGNORECASE)
 MEDIA_FILES = re.compile(
     r"^data:(image|video|audio)/|\.(png|jpe?g|webp|gif|bmp|tiff?|heic|mp4|mov|avi|mkv|webm|wav|mp3|m4a|flac|opus|ogg)"
     r"(\?\S*)?$",
@@ -825,7 +841,8 @@ def _is_media(name: str, value: object) -> bool:
         return bool(value) and _is_media(name, value[0])
     if isinstance(value, dict):  # a file's {path, bytes}, or a content part {type, url}
         kind = value.get("type")
-        of_type = (isinstance(kind, str) and _is_media(kind, 1)) or "sampling_rate" in value  # a decoded sound
+        of_type = (isinstance(kind, str) and _is_media(kind, kind)) or "sampling_rate" in value  # a decoded sound
         return of_type or any(_is_media("", item) for item in value.values())
     is_file = isinstance(value, str) and MEDIA_FILES.search(value) is not None
-    return isinstance(value, bytes) or is_file or (MEDIA_NAMES.match(name) is not None and bool(value))
+    is_named = MEDIA_NAMES.search(name) is not None and not isinstance(value, int) and bool(value)  # image_id is none
+    return isinstance(value, bytes) or is_file or is_named

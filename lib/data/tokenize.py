@@ -135,10 +135,17 @@ class Encoder:
 
     @cached_property
     def end_ids(self) -> set[int]:
-        """Tokens at which generation has to stop: those of the model, or else the template's own end of a turn."""
-        special = [token for token in self._suffix(thinks=False) if token in self.tokens.special]
-        is_known = not self.template.is_used or bool(self._known_ends & set(special))
-        return self._known_ends if is_known else self._known_ends | set(special[-1:])
+        """Tokens at which generation has to stop: those of the model, and the template's own end of a turn.
+
+        That is the last added token behind an answer where the model names none of them, and the first one where it
+        ends a question, too: Phi-3's <|end|>, before the <|endoftext|> that its tokenizer names.
+        """
+        if not self.template.is_used:
+            return self._known_ends
+        added = [token for token in self._suffix(thinks=False) if token in self.tokens.added]
+        question = self.template.text_of([{"role": "user", "content": SENTINEL}]).partition(SENTINEL)[2]
+        ends = {token for token in added[:1] if token in self.tokens.ids(question)}
+        return self._known_ends | ends | set(() if self._known_ends & {*added} else added[-1:])
 
     @cached_property
     def _turn_end_id(self) -> int:

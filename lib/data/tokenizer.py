@@ -102,10 +102,11 @@ class TextTokens:
 
     def continued(self, text: str) -> list[int]:
         """Ids of a text as the continuation of another."""
-        ids, anchor = self._anchor
-        found = self.ids(anchor + text)
-        assert found[: len(ids)] == ids
-        return found[len(ids) :]
+        for anchor in self._anchors:
+            before, ids = self.ids(anchor), self.ids(anchor + text)
+            if ids[: len(before)] == before:  # "\n" and "\n42" may share a token
+                return ids[len(before) :]
+        return self.ids(text)
 
     def is_blank(self, token: int) -> bool:
         """Whether a token is nothing but white space."""
@@ -114,10 +115,14 @@ class TextTokens:
         return self._is_blank[token]
 
     @cached_property
+    def added(self) -> dict[int, Any]:
+        """The tokens that were added to the vocabulary, by id."""
+        return getattr(self.tokenizer, "added_tokens_decoder", {})
+
+    @cached_property
     def special(self) -> dict[int, str]:
-        """The special tokens, by id."""
-        added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        return {index: token.content for index, token in added.items() if token.special}
+        """The special ones of them."""
+        return {index: token.content for index, token in self.added.items() if token.special}
 
     @cached_property
     def opening(self) -> list[int]:
@@ -131,11 +136,9 @@ class TextTokens:
         return with_special[: next((i for i in starts if with_special[i : i + len(plain)] == plain), 0)]
 
     @cached_property
-    def _anchor(self) -> tuple[list[int], str]:
-        """A text to put before a continuation, and its ids, where SentencePiece opens every text with a space."""
-        anchor, letter, both = map(self.ids, ("\n", "a", "\na"))
-        is_needed = anchor + letter != both and both[: len(anchor)] == anchor and len(anchor) > 0
-        return (anchor, "\n") if is_needed else ([], "")
+    def _anchors(self) -> tuple[str, ...]:
+        """Texts to put before a continuation, where SentencePiece opens every text with a space."""
+        return () if self.ids("\n") + self.ids("a") == self.ids("\na") else ("\n", "a")
 
 
 # Text of many kinds: where two tokenizers are to be distinguished, its tokens have to do.
