@@ -278,6 +278,22 @@ def test_every_form_carries_the_template_and_the_end_of_turn_that_were_trained(
     assert 'PARAMETER stop """<|im_end|>"""' in (folder / "ollama" / "Modelfile").read_text()
 
 
+def test_the_end_of_turn_is_the_files_where_the_model_names_several_ends(
+    with_tokenizer: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Phi's generation_config.json has <|assistant|> before <|end|>; llama.cpp ends answers at eos and eot alone."""
+    from gguf import GGUFReader
+
+    run = with_tokenizer("microsoft-Phi-3.5-mini-instruct")
+    ids = chat_models.tokenizer_of("microsoft-Phi-3.5-mini-instruct").convert_tokens_to_ids(
+        ["<|assistant|>", "<|end|>"]
+    )
+    fuse.change_json(tmp_path / "base" / "generation_config.json", {"eos_token_id": ids})
+    assert command.main([str(run), "--to", "gguf"]) == 0
+    eot = GGUFReader(run / "export/gguf/model.gguf").get_field("tokenizer.ggml.eot_token_id")
+    assert eot is not None and eot.contents() == ids[1]
+
+
 def test_an_exported_template_renders_without_arguments_as_the_run_did(
     with_tokenizer: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -148,7 +148,7 @@ class Encoder:
         return self._known_ends | ends | set(() if self._known_ends & {*added} else added[-1:])
 
     @cached_property
-    def _turn_end_id(self) -> int:
+    def turn_end_id(self) -> int:
         """The token by which the template ends an answer; the end token where it has none."""
         return next((token for token in self._suffix(thinks=False) if token in self.end_ids), self._eos_token_id)
 
@@ -258,7 +258,7 @@ class Encoder:
         while index > 0 and (ids[index - 1] in self.end_ids or self.tokens.is_blank(ids[index - 1])):
             index -= 1
             cut = index + 1 if ids[index] in self.end_ids else cut
-        end = self._turn_end_id if is_turn else self._eos_token_id
+        end = self.turn_end_id if is_turn else self._eos_token_id
         return ids[:cut] if cut is not None else [*ids, end]
 
     # ---- Chats

@@ -158,7 +158,7 @@ def read(run: TrainedRun, folder: Path, options: ExportOptions) -> Reading:
         names = ("tokenizer.chat_template", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
         fields = [reader.get_field(name) for name in names]
         template, *ends = [None if field is None else field.contents() for field in fields]
-        if template != chat.template or not {*ends} & {*chat.end_ids}:
+        if template != chat.template or chat.end_ids[0] not in ends:
             raise Stopped(f"--to gguf: the file has another chat template than training, or ends at {ends} alone")
     is_rounded = any(tensor.tensor_type != F32 for tensor in reader.tensors)
     return Reading("gguf's reader", model_logps(model, run.rows), is_rounded)
@@ -357,7 +357,7 @@ def tokenizer_of(chat: ChatForm | None, where: str) -> GgufTokenizer | None:
     if model["type"] != "BPE":
         raise UserError(f"--to gguf: {where}: its tokenizer is a {model['type']}; GGUF takes BPE here")
     ids = {name: index for name in SPECIAL if (index := getattr(tokenizer, f"{name}_token_id", None)) is not None}
-    if further := sorted(set(chat.end_ids) - {ids.get("eos")}):
+    if further := [index for index in chat.end_ids if index != ids.get("eos")]:
         ids["eot"] = further[0]
     opened, is_sentencepiece = tokenizer("a")["input_ids"], bool(model.get("byte_fallback"))
     adds = {

@@ -58,7 +58,7 @@ class ChatForm:
     tokenizer: Any  # mlx-lm's wrapper around the model's
     template: str | None  # the chat template that training rendered with, as Jinja; None where it used none
     arguments: dict[str, Any]  # of the template
-    end_ids: list[int]  # tokens that end an answer, the end of turn that training put among them
+    end_ids: list[int]  # tokens that end an answer: first the end of turn that training put
 
     def render(self, messages: list[dict[str, str]]) -> str:
         """A conversation's text, with the opening of an answer at its end."""
@@ -99,7 +99,8 @@ class TrainedRun:
             used = {n: json.dumps(v) for n, v in arguments.items() if v is not None and re.search(rf"\b{n}\b", text)}
             defaults = (f"{{%- if {n} is not defined %}}{{%- set {n} = {v} %}}{{%- endif %}}" for n, v in used.items())
             text = "".join([*defaults, text])
-        return ChatForm(tokenizer, text, arguments, sorted(encoder.end_ids))
+        ends = sorted(encoder.end_ids, key=lambda index: (index != encoder.turn_end_id, index))
+        return ChatForm(tokenizer, text, arguments, ends)
 
     def unnamed_ends(self) -> list[str]:
         """`inputs.unnamed_ends` of the run."""
