@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tuner.lora import LoRALinear
 
 from lib.errors import UserError
 from lib.export import card, command, fuse, gguf, ollama, peft, trained_run
@@ -443,11 +444,11 @@ def test_an_export_is_whole_and_says_what_it_is(run: TrainedRun, capsys: pytest.
 def test_a_wrong_export_is_not_written(
     run: TrainedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right, in_pairs = fuse.weight_change, gguf.neighbouring_pairs
-    monkeypatch.setattr(fuse, "weight_change", lambda layer: 1.1 * right(layer))
-    status, folder = export(run, "--to", "fused")
+    in_pairs = gguf.neighbouring_pairs
+    with monkeypatch.context() as patches:
+        patches.setattr(LoRALinear, "fuse", lambda layer: layer.linear)
+        status, folder = export(run, "--to", "fused")
     assert status == 1 and list(folder.iterdir()) == [] and "Nothing was written" in capsys.readouterr().err
-    monkeypatch.setattr(fuse, "weight_change", right)
     monkeypatch.setattr(gguf, "neighbouring_pairs", lambda w, heads, back: in_pairs(w, heads, True) if back else w)
     assert export(run, "--to", "gguf")[0] == 1 and list(folder.iterdir()) == []
     assert "Nothing was written" in capsys.readouterr().err
@@ -497,18 +498,6 @@ def test_experts_have_names_of_their_own() -> None:
     mixtral = "model.layers.0.block_sparse_moe.switch_mlp.up_proj.weight"
     assert stacked_name(str(expert_pattern(mixtral)).format(3)) == (mixtral, 3)
     assert expert_pattern("model.layers.0.mlp.gate_proj") is stacked_name("model.layers.0.mlp.gate_proj") is None
-
-
-def test_weights_are_spread_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [["a", "b"], [], ["c"]]
-    monkeypatch.setattr(
-        fuse, "make_shards", lambda arrays, _: [{each: arrays[each] for each in part} for part in names]
-    )
-    fuse.write_weights(tmp_path, {name: mx.zeros(4, mx.uint8) for name in "abc"})
-    stored = [sorted(mx.load(str(path))) for path in sorted(tmp_path.glob("*.safetensors"))]
-    assert stored == [["a", "b"], ["c"]]
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == 12 and index["weight_map"]["c"] == "model-00002-of-00002.safetensors"
 
 
 def test_a_quantised_base_names_its_original(tmp_path: Path) -> None:

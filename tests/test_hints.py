@@ -46,24 +46,18 @@ def test_words_that_hints_give_are_accepted() -> None:
     ("words", "hint"),
     [
         ("--batch-size=8", "train.global_batch_size? "),
-        ("--batch-size 8 --output-dir a", "over all ranks); did you mean run.dir?"),
         ("--lr 1e-4 train.beta=0.2", "train.learning_rate?"),
         ("--bf16 train.beta=0.2", "model.dtype=bfloat16"),
-        ("--seed 3", "words without dashes, as train.beta=0.2; did you mean train.seed?"),
         ("--train.beta 0.2", "; write train.beta=VALUE"),
         ("--resume_from_checkpoint runs/a", "--resume RUN"),
         ("--nproc_per_node 2", "./launch --hosts mac-a:1,mac-b:1"),
         ("--frobnicate", "train.beta=0.2"),
         ("train.gradient_accumulation_steps=4", "leave it out: it follows from train.global_batch_size"),
-        ("learning_rate=1e-4", "did you mean train.learning_rate?"),
         ("lora_alpha=16", "did you mean model.alpha? (the factor is alpha / rank"),
-        ("ref_model_sync_steps=512", "did you mean train.reference_sync_steps? (TR-DPO"),
         ("logging_steps=1", "leave it out: every step is in the run's logs"),
         ("train.warmup_ratio=0.1", "did you mean train.warmup_steps? (in steps"),
-        ("beta=0.2", "did you mean train.beta?"),
         ("train.beta: 0.2", "write key=value in one word without blanks"),
         ("train.beta=", "write key=value in one word without blanks"),
-        ("train.steps=", "key=null for none"),
         ("train.loss=sppo_hard", "not 'sppo_hard'; here: sppo"),
         ("train.loss=[sigmoid,bco]", "not 'bco'; here: in a sum, bco_pair"),
         ("=", "not of the form key=value"),
@@ -78,7 +72,6 @@ def test_the_line_that_refuses_a_name_has_ours(words: str, hint: str) -> None:
     [
         ("modle: {path: m}\ndata: {train: t}\n", "x.yaml:1: unknown setting modle; did you mean model?; "),
         ("data: {train: t}\n", "x.yaml: model.path is required; give it in the file or as model.path=..."),
-        ("model: {path: m}\n", "data.train is required"),
         ("base_model: x\nmicro_batch_size: 2\nlora_r: 8\nsequence_len: 512\n", "did you mean model.path?"),
         ("model: org/name\n", "model is a section, not 'org/name'; write its settings below it"),
         (
@@ -94,12 +87,3 @@ def test_a_file_for_another_trainer_is_refused_in_one_line(tmp_path: Path, text:
         load_module.load(path)
     said = str(error.value)
     assert hint in said and "\n" not in said and len(said.replace(str(path), "x.yaml")) < 500
-
-
-@pytest.mark.parametrize("value", ["3", "[1]", "text", "false"])
-def test_a_word_below_what_the_file_has_as_no_section(tmp_path: Path, value: str) -> None:
-    path = tmp_path / "x.yaml"
-    path.write_text(f"model: {{path: m}}\ndata: {{train: t}}\ntrain: {value}\n")
-    with pytest.raises(UserError, match=r"x.yaml:3: train is a section, not .*; write its settings below it") as error:
-        load_module.load(path, ["train.beta=0.3"])
-    assert "\n" not in str(error.value)

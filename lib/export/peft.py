@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import SwitchLinear
 
 from lib.config.read_file import front_matter
 from lib.errors import UserError, in_one_line
-from lib.export.fuse import QUANTISED, adapted_layers, base_layer, write_template
+from lib.export.fuse import adapted_layers, write_template
 from lib.export.trained_run import ExportOptions, Reading, TrainedRun, mlx_logps, model_logps
 from lib.model.adapter_files import described, save_trained, trainable, write_arrays
-from lib.model.adapters import EMBEDDINGS
+from lib.model.adapters import ADAPTABLE
 from lib.model.peft_adapters import HEAD, expert_pattern, peft_arrays
 from lib.system.model_folder import ADAPTER_CONFIG, PEFT_WEIGHTS
-
-LAYERS = (nn.Linear, SwitchLinear, *EMBEDDINGS, *QUANTISED)  # what peft could adapt
 
 
 def check_mlx(run: TrainedRun, options: ExportOptions) -> None:
@@ -57,7 +54,7 @@ def write(run: TrainedRun, folder: Path, options: ExportOptions) -> None:
     """Writes the adapter as `PeftModel.save_pretrained` does."""
     model = run.model()
     layers = adapted_layers(model)
-    embeddings = frozenset(name for name, layer in layers.items() if isinstance(base_layer(layer), EMBEDDINGS))
+    embeddings = frozenset(name for name, layer in layers.items() if "embedding" in layer)
     if embeddings and HEAD not in dict(model.named_modules()):  # it is tied: the embedding's adapter is the head's
         layers[HEAD] = layers[next(iter(embeddings))]
     arrays = dict(sorted(peft_arrays(trainable(model), embeddings, is_tied=HEAD in layers.keys() - embeddings).items()))
@@ -78,7 +75,7 @@ def peft_config(run: TrainedRun, layers: Mapping[str, nn.Module]) -> dict[str, A
     ranks = {name: layer.lora_a.shape[1] for name, layer in named.items()}
     alphas = {name: ranks[name] * layer.scale for name, layer in named.items()}
     (rank, alpha), model = (Counter(each.values()).most_common(1)[0][0] for each in (ranks, alphas)), run.settings.model
-    plain = (name for name, layer in run.base_model().named_modules() if isinstance(layer, LAYERS))
+    plain = (name for name, layer in run.base_model().named_modules() if isinstance(layer, ADAPTABLE))
     others = {each for name in plain for each in _peft_names(name, 1)}
     return {
         "peft_type": "LORA",
