@@ -15,8 +15,8 @@ from lib.data import inspect
 from lib.data.dataset import load_dataset
 from lib.data.groups import load_groups
 from lib.data.record_formats import Columns, Plain, Unusable, parse
-from lib.data.sources import require_apart
-from lib.data.streaming import open_held_out, open_training, with_splits
+from lib.data.sources import require_apart, with_splits
+from lib.data.streaming import open_held_out, open_training
 from lib.data.tokenize import Encoder, render_prompt
 from lib.data.tokenizer import TextTokens, Vocabulary, load_tokenizer_of
 from lib.errors import UserError
@@ -105,15 +105,18 @@ def test_held_out_rows_among_the_training_rows_are_named_and_the_same_rows_stop_
 
     def check(*records: dict[str, Any]) -> None:
         paths = [write(tmp_path / f"{i}.jsonl", rows) for i, rows in enumerate((pairs("a", 6), [*records]))]
-        settings = DataSettings(train=paths[0], valid=paths[1], streaming=True, cache_dir=str(tmp_path / "cache"))
+        cache = str(tmp_path / "cache")
+        settings = DataSettings(train=paths[0], valid=paths[1], streaming=True, deduplicate=True, cache_dir=cache)
         require_apart(settings, kind, said.append)
 
     rows, is_pair = pairs("a", 2), kind == "preference"
     rows[1]["chosen"] = "Another answer."
-    check(*rows, *pairs("b", 2))
+    check(rows[0], *rows, *pairs("b", 2))  # a row that is there twice counts once
+    first, second = f"{tmp_path}/1.jsonl:1", f"{tmp_path}/1.jsonl:3"
     assert [line.partition(": ")[2] for line in said] == [
-        "2 of 4 held-out rows have a prompt of the training data (1, 2)",
-        f"{1 if is_pair else 2} of 4 held-out rows are rows of the training data ({'1' if is_pair else '1, 2'})",
+        f"2 of 4 held-out rows have a prompt of the training data ({first}, {second})",
+        f"{1 if is_pair else 2} of 4 held-out rows are rows of the training data "
+        f"({first if is_pair else f'{first}, {second}'})",
     ]
     with pytest.raises(UserError, match=r"all 3 held-out rows are training rows of .*0\.jsonl.* data\.holdout="):
         check(*pairs("a", 3))

@@ -499,7 +499,7 @@ def words(tmp_path: Path) -> Iterator[list[str]]:
         ("rollouts.judge=reward:nowhere", "rollouts.judge=reward:nowhere: nowhere: no such folder"),
         ("rollouts.judge=http://a/v1", "rollouts.judge=http://a/v1 needs evaluate.judge_model"),
         ("evaluate.judge=nonsense", "evaluate.judge=nonsense: cannot be started: no command 'nonsense' here"),
-        ("data.train={a.jsonl: 2}", "weights are for records that are trained"),
+        ("data.train={a.jsonl: 2}", "prompts have no weights; name the files without"),
         ("train.loss=grpo", "train.temperature=1 has to be rollouts.temperature=1.5"),
         ("rollouts.filter_groups=true", "rollouts.filter_groups is for train.loss=grpo"),
     ],

@@ -173,7 +173,7 @@ def first_that_holds(shapes: Sequence[BatchShape], need: np.ndarray) -> BatchSha
 
 def padded_lengths(lengths: np.ndarray, length_multiple: int) -> np.ndarray:
     """What whole rows of these lengths are padded to: int64, of the same shape."""
-    return np.array([pad_length(length, length_multiple) for length in lengths.ravel().tolist()]).reshape(lengths.shape)
+    return np.vectorize(pad_length, otypes=[np.int64])(lengths, length_multiple)
 
 
 def pad_length(length: int, multiple: int, steps: int = 16) -> int:
@@ -210,7 +210,6 @@ class Batch:
     targets: np.ndarray  # int32 [M]: the tokens that are scored; 0 for padding
     logp_indices: np.ndarray  # int32 [b, K, C]: where in M a completion's scored tokens are; 0 where masked
     mask: np.ndarray  # bool [b, K, C]: true where `logp_indices` means a token
-    computed_tokens: int  # Positions that the model runs over, N
     real_tokens: int  # The fewest that would do: every prompt once, every completion without its last token
     labels: np.ndarray | None = None  # bool [examples], of unpaired feedback: whether each completion is desirable
     mismatched: Batch | None = None  # the same prompts with another prompt's completion each, without gradient
@@ -221,6 +220,11 @@ class Batch:
     completion_lengths: np.ndarray | None = None  # float32 [b, K]: tokens, masked ones too; 0 for those left out
     reward_deviations: np.ndarray | None = None  # float32 [b]: that of all rewards of the data set, in every row
     sampling_logps: np.ndarray | None = None  # float32 [b, K, C]: under the policy that sampled; 0 where masked
+
+    @property
+    def computed_tokens(self) -> int:
+        """Positions that the model runs over, N."""
+        return len(self.tokens)
 
     @property
     def inputs(self) -> dict[str, int | np.ndarray]:
@@ -301,7 +305,6 @@ def _batch(examples: Sequence[Example], shape: BatchShape, seen: np.ndarray, rea
         targets=targets,
         logp_indices=logp_indices,
         mask=mask,
-        computed_tokens=len(tokens),
         real_tokens=real_tokens,
         labels=None if examples[0].label is None else np.array([e.label for e in examples], bool),
         **_of_groups(examples, mask),
@@ -385,11 +388,12 @@ class MicroBatches:
         self, made: list[tuple[Batch, np.ndarray | None]], most: int | None
     ) -> list[tuple[Batch, np.ndarray | None]]:
         """The same rows in micro-batches of at most so many; those that are small enough stay as they are."""
+        if most is None:
+            return made
         smaller = []
         for pair in made:
-            rows = pair[0].rows
-            ends = np.cumsum(pieces(len(rows), most))
-            smaller += [pair] if len(ends) == 1 else self.of(np.split(rows, ends[:-1]), most or len(rows))
+            count = -(-len(pair[0].rows) // most)  # 9 pairs by 4 are 3, 3, 3
+            smaller += [pair] if count == 1 else self.of(np.array_split(pair[0].rows, count), most)
         return smaller
 
     def _few_shapes(self, micro_batch_size: int) -> list[BatchShape]:
@@ -417,14 +421,6 @@ class MicroBatches:
         trace, largest = replace(self.trace, tokens=self.trace.tokens * epochs), (micro_batch_size, *map(int, bounds))
         layout = train.max_traces, count, self.length_multiple, self.shared_prompts
         return few_shapes(needs, np.array(largest, NEED), *layout, trace)
-
-
-def pieces(size: int, most: int | None) -> list[int]:
-    """A micro-batch cut into as few as do, of about one size: 9 pairs by 4 are 3, 3, 3."""
-    if most is None or size <= most:
-        return [size]
-    count = -(-size // most)
-    return [size // count + (i < size % count) for i in range(count)]
 
 
 def lengths_and_cost(

@@ -113,7 +113,7 @@ def _with(message: Message, **fields: Any) -> Message:
     return cast(Message, {**message, **fields})
 
 
-def said(text: str) -> Message:
+def assistant_message(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
@@ -247,7 +247,7 @@ class ChatTemplate:
         opened, wholes = OPENED_THINKING.search(made.prompt), list(made.wholes)
         for k, answer in enumerate(made.chat.completions):
             thinking = (reasoning_of(answer[-1]) or "").strip()
-            whole = self.apply_or_none(made.chat, [*made.chat.prompt, said(SENTINEL)]) or ""
+            whole = self.apply_or_none(made.chat, [*made.chat.prompt, assistant_message(SENTINEL)]) or ""
             if opened is None or len(answer) > 1 or not thinking or "tool_calls" in answer[0] or SENTINEL not in whole:
                 continue
             content = INLINE_THINKING.sub("", str(answer[0].get("content") or ""), count=1)
@@ -259,7 +259,7 @@ class ChatTemplate:
     @cached_property
     def marks(self) -> frozenset[str]:
         """What the template writes around a question and an answer: <|im_start|>, [INST] and the like."""
-        turns: list[Message] = [{"role": "user", "content": SENTINEL}, said(SENTINEL)]
+        turns: list[Message] = [{"role": "user", "content": SENTINEL}, assistant_message(SENTINEL)]
         return frozenset(TURN_MARKS.findall(self.text_of(turns) if self.is_used else ""))
 
     def first_mark(self, prompt: str) -> str:

@@ -268,25 +268,27 @@ class Tokenisation(NamedTuple):
         if isinstance(record, Unusable):
             raise record
         encoder, settings, max_length = self.encoder, self.settings, self.settings.max_length
+        encoded: Tokens | Encoded
         if isinstance(record, Tokens):
-            learnt = [*record.learnt] if record.learnt else None
-            encoded = Encoded(record.prompt, [*record.completions], learnt)
+            encoded = record
         else:
             assert encoder is not None
             encoded = encoder.encoded(record)
-        short, whole = encoded, len(encoded.prompt) + max(map(len, encoded.completions))
+        short = encoded
+        whole = len(encoded.prompt) + max(map(len, encoded.completions))
         if whole < settings.shortest or whole > (settings.longest or whole):
             raise Unwanted(f"{whole} tokens: data.shortest={settings.shortest}, data.longest={settings.longest}")
         self.vocabulary.check_ids([encoded.prompt, *encoded.completions])
         if not all(encoded.completions):
             raise Unusable("empty completion: the tokenizer makes no tokens of it")
-        if whole > max_length and encoder is not None and not isinstance(record, Tokens):
+        if whole > max_length and encoder and isinstance(encoded, Encoded) and not isinstance(record, Tokens):
             short = encoder.shorten(record, encoded, max_length)
         if len(short.prompt) > max_length:
-            why = f"the prompt alone has {len(encoded.prompt)} tokens, more than data.max_length={max_length}; raise it"
-            raise Unusable(why)
+            raise Unusable(
+                f"the prompt alone has {len(encoded.prompt)} tokens, more than data.max_length={max_length}; raise it"
+            )
         bos_token_id = encoder.bos_token_id if encoder else None
-        prompt, cut, is_cut = truncate(short.prompt, short.completions, max_length, bos_token_id)
+        prompt, cut, is_cut = truncate(short.prompt, [*short.completions], max_length, bos_token_id)
         self.vocabulary.check_row(len(prompt) + max(map(len, cut)))
         if len(cut) > 1 and cut[0] == cut[1]:
             raise Unusable(f"chosen and rejected are the same tokens, within data.max_length={max_length}")

@@ -88,13 +88,12 @@ class GroupedDataset(Dataset):
         )
 
 
-def load_groups(settings: DataSettings, limits: Vocabulary) -> GroupedDataset:
-    """The groups of data.train. Raises UserError: as `load_dataset`."""
-    groups, skipped, weights = list[Group](), list[str](), sources.weights_of(settings.train)
-    name = " + ".join(weights)
-    if any(weight != 1 for weight in weights.values()):
-        raise UserError(f"data.train={weights}: groups of train.loss=grpo have no weights; name them without")
-    for file in (file for source in weights for file in sources.files_of(source, settings.cache_dir)):
+def load_groups(settings: DataSettings, limits: Vocabulary, tell: sources.Tell = sources.silent) -> GroupedDataset:
+    """The groups of data.train; what a folder holds out is left. Raises UserError: as `load_dataset`."""
+    settings = sources.with_splits(settings, tell, holds_out=False)
+    groups, skipped, names = list[Group](), list[str](), sources.unweighted(settings.train, "groups of train.loss=grpo")
+    name = " + ".join(names)
+    for file in (file for source in names for file in sources.files_of(source, settings.cache_dir)):
         for line, record in record_files.read(str(file)):
             try:
                 groups.append(_parse(record, settings.max_length, limits))
@@ -114,21 +113,24 @@ def load_groups(settings: DataSettings, limits: Vocabulary) -> GroupedDataset:
 def _parse(record: JSON | Unusable, max_length: int, limits: Vocabulary) -> Group:
     if isinstance(record, Unusable):
         raise record
-    given: GroupRecord = checked(RECORD, record, "")
-    prompt, completions, logps, mask = given.prompt_ids, given.completion_ids, given.logps, given.completion_mask
-    if len(given.rewards) != len(completions):
-        raise Unusable(f"{len(completions)} completion_ids and {len(given.rewards)} rewards; give one each")
+    group: GroupRecord = checked(RECORD, record, "")
+    prompt, completions, logps, mask = group.prompt_ids, group.completion_ids, group.logps, group.completion_mask
+    if len(group.rewards) != len(completions):
+        raise Unusable(f"{len(completions)} completion_ids and {len(group.rewards)} rewards; give one each")
     limits.check_ids([prompt, *completions])
-    end, sizes = len(prompt) + max(map(len, completions)), [*map(len, completions)]
-    if end > max_length:
-        raise Unusable(f"{end} tokens are beyond data.max_length={max_length}; raise it: what was sampled is not cut")
-    limits.check_row(end, "leave it out: what was sampled is not cut")
+    sizes = [*map(len, completions)]
+    tokens = len(prompt) + max(sizes)
+    if tokens > max_length:
+        raise Unusable(
+            f"{tokens} tokens are beyond data.max_length={max_length}; raise it: what was sampled is not cut"
+        )
+    limits.check_row(tokens, "leave it out: what was sampled is not cut")
     for name, lists in (("logps", logps), ("completion_mask", mask)):
         if lists is not None and [*map(len, lists)] != sizes:
             wanted = f"lists of {', '.join(map(str, sizes))} numbers, one a token of completion_ids"
             raise Unusable(f"{name} has to be {wanted}")
     learnt = None if mask is None else [[*map(bool, bits)] for bits in mask]
-    return Group(prompt, completions, given.rewards, logps, learnt)
+    return Group(prompt, completions, group.rewards, logps, learnt)
 
 
 def groups_in_memory(name: str, groups: list[Group], skipped: list[str]) -> GroupedDataset:

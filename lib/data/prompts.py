@@ -189,10 +189,7 @@ def open_prompts(
 
     Raises UserError: a file cannot be read, or, unless settings.skip_invalid, a prompt cannot be used.
     """
-    weights, most = sources.weights_of(source), rollouts.max_tokens
-    name = " + ".join(weights)
-    if any(weight != 1 for weight in weights.values()):
-        raise UserError(f"data.train={weights}: weights are for records that are trained; name prompts without")
+    name, most = " + ".join(sources.unweighted(source, "prompts")), rollouts.max_tokens
     records, rows = sources.open_sources(source, settings, "prompt", held_out, tell)
     tokenisation = Tokenisation(settings, "prompt", encoder, limits)
     kept, ids, skipped = list[int](), list[list[int]](), [*records.unusable]

@@ -21,7 +21,6 @@ from lib.data.record_formats import JSON, Unusable, name_of_type
 from lib.errors import UserError
 
 ENDINGS = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".csv", ".tsv", ".parquet")
-LINE_BYTES = 8 * 2**20  # a longer record is an error in the file
 
 Line = tuple[int, int, bytes, JSON | Unusable]
 """Number from 1, offset in bytes, raw line (empty where the file has no lines of JSON), record."""
@@ -94,21 +93,16 @@ def _scan_list(stream: IO[bytes]) -> Iterator[Line]:
     except ValueError as error:
         items = [Unusable(f"broken JSON: {error}")]
     for number, item in enumerate(items, 1):
-        is_known = isinstance(item, dict | Unusable)
-        yield number, 0, b"", item if is_known else Unusable(f"{name_of_type(item)} instead of a JSON object")
+        is_record = isinstance(item, dict | Unusable)
+        yield number, 0, b"", item if is_record else Unusable(f"{name_of_type(item)} instead of a JSON object")
 
 
 def _scan_lines(stream: IO[bytes]) -> Iterator[Line]:
-    offset = 0
-    for line, raw in enumerate(iter(lambda: stream.readline(LINE_BYTES), b""), 1):
-        size = len(raw)
-        if size == LINE_BYTES and not raw.endswith(b"\n"):  # never in memory as a whole
-            while not raw.endswith(b"\n") and (raw := stream.readline(LINE_BYTES)):
-                size += len(raw)
-            yield line, offset, b"", Unusable(f"a line of {size:,} bytes: is a line break missing?")
-        elif (text := raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw).strip():
-            yield line, offset + size - len(text), text, parse_json(text)
-        offset += size
+    end = 0
+    for line, raw in enumerate(stream, 1):
+        end += len(raw)
+        if (text := raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw).strip():
+            yield line, end - len(text), text, parse_json(text)
 
 
 def _unique(pairs: list[tuple[str, object]]) -> JSON:

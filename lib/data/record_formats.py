@@ -12,7 +12,7 @@ import json
 import math
 import os.path
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, cast, get_args
 
@@ -151,10 +151,10 @@ def check_json(value: Any, name: str) -> Any:
     return value
 
 
-def parse_json_text(text: str, name: str) -> Any:
-    """What the JSON in a string says. Raises Unusable."""
+def _parsed(value: Any, name: str) -> Any:
+    """The value, or what its JSON text says."""
     try:
-        return json.loads(text)
+        return json.loads(value) if isinstance(value, str) and value.strip() else value
     except (ValueError, RecursionError) as error:
         raise Unusable(f"{name} is a string that is not JSON: {str(error).splitlines()[0]}") from None
 
@@ -173,14 +173,15 @@ def _message(message: object, where: str, ignore: Collection[str]) -> Message:
         raise Unusable(f"{where} is {name_of_type(message)}, not a message {{role, content}}")
     # A file that was parquet once has null for each field that a message lacks; templates ask whether one is there.
     fields = {key: item for key, item in message.items() if item is not None and key not in ignore}
-    there = f"(it has: {', '.join(map(str, message))})"
+    columns = f"(it has: {', '.join(map(str, message))})"
     if "role" not in fields and "from" in fields:  # ShareGPT's {from, value}
         fields = {"role": fields.pop("from"), "content": fields.pop("value", None)} | fields
         if fields["role"] in CALLERS and isinstance(fields["content"], str):
-            calls = parse_json_text(fields.pop("content"), f"{where}.value")
+            calls = _parsed(fields.pop("content"), f"{where}.value")
             fields["tool_calls"] = calls if isinstance(calls, list) else [calls]
-    if not isinstance(name := fields.pop("role", None), str):
-        raise Unusable(f"{where} has no 'role' and 'content' {there}")
+    name, content = fields.pop("role", None), fields.pop("content", None)
+    if not isinstance(name, str):
+        raise Unusable(f"{where} has no 'role' and 'content' {columns}")
     if (role := ROLES.get(name.strip().lower())) is None:
         raise Unusable(
             f"{where} has the unknown role {name!r}; call it one of system, developer, user, assistant, tool"
@@ -188,14 +189,13 @@ def _message(message: object, where: str, ignore: Collection[str]) -> Message:
     if "function_call" in fields:  # OpenAI's, before tools
         fields["tool_calls"] = [fields.pop("function_call")]
     calls = _check_calls(fields.pop("tool_calls", None), f"{where}.tool_calls")
-    content = fields.pop("content", None)
     if isinstance(content, list):
         content = "".join(_text_of_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
     if content is None and not calls:
-        raise Unusable(f"{where} has no content and no tool_calls {there}")
+        raise Unusable(f"{where} has no content and no tool_calls {columns}")
     if not isinstance(content, str | None):
         raise Unusable(f"{where}.content is {name_of_type(content)}, not a string")
-    for other in filter(fields.__contains__, ("train", "training", "loss_weight")):  # axolotl's, LLaMA-Factory's
+    for other in fields.keys() & {"train", "training", "loss_weight"}:  # axolotl's, LLaMA-Factory's
         fields["weight"] = fields.pop(other)
     if fields.get("weight", 1) not in (0, 1):
         raise Unusable(f"{where}.weight is {json.dumps(fields['weight'], default=str)}, not 0 or 1")
@@ -212,12 +212,12 @@ def _text_of_part(part: object, where: str) -> str:
 
 def _functions(value: object, where: str, what: str) -> Iterator[tuple[str, JSON, JSON]]:
     """Place, whole and function {name, ...} of calls or definitions: in a list, or the JSON text of one."""
-    value = parse_json_text(value.strip() or "[]", where) if isinstance(value, str) else value or []
-    if not isinstance(value, list):
-        raise Unusable(f"{where} is {name_of_type(value)}, not a list of {what}")
-    for index, item in enumerate(value):
+    items = _parsed(value, where) or []
+    if not isinstance(items, list):
+        raise Unusable(f"{where} is {name_of_type(items)}, not a list of {what}")
+    for index, item in enumerate(items):
         place = f"{where}[{index}]"
-        item = parse_json_text(item, place) if isinstance(item, str) and what == "tools" else item
+        item = _parsed(item, place)
         function = item.get("function", item) if isinstance(item, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Unusable(f"{place} has no function with a name")
@@ -228,15 +228,12 @@ def _check_calls(value: object, where: str) -> list[JSON]:
     """Tool calls with a name and an object of arguments each."""
     calls = list[JSON]()
     for place, call, function in _functions(value, where, "calls"):
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            arguments = parse_json_text(arguments.strip() or "{}", f"{place}.arguments")
+        arguments = _parsed(function.get("arguments"), f"{place}.arguments") or {}
         if not isinstance(arguments, dict):
             raise Unusable(f"{place}.arguments is {name_of_type(arguments)}, not an object")
         others = {} if function is call else {key: item for key, item in call.items() if item is not None}
         calls.append(others | {"type": "function", "function": {**function, "arguments": arguments}})
-    check_json(calls, where)
-    return calls
+    return list(check_json(calls, where))
 
 
 def check_tools(value: object, name: str) -> list[JSON] | None:
@@ -253,9 +250,11 @@ def _without_nulls(schema: Any) -> Any:
         return [_without_nulls(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {key: item for key, item in schema.items() if item is not None or key in ("default", "const")}
-    data = ("default", "const", "enum", "examples")
-    return {key: item if key in data else _without_nulls(item) for key, item in kept.items()}
+    return {
+        key: item if key in ("default", "const", "enum", "examples") else _without_nulls(item)
+        for key, item in schema.items()
+        if item is not None or key in ("default", "const")
+    }
 
 
 # ---- Published formats
@@ -270,13 +269,16 @@ class Draft(NamedTuple):
     tools: object = None
 
 
+Read = Callable[[JSON], Draft]  # Raises Unusable
+
+
 class Format(NamedTuple):
     """How records with these columns are read."""
 
     name: str  # Of a published format; empty for columns that data.columns names.
     has: Literal["pair", "answer", "label", "prompt", "text"]
     needs: tuple[str, ...]
-    read: Callable[[JSON], Draft]  # Raises Unusable
+    read: Read
     uses: tuple[str, ...] = ()  # Columns that it reads besides, where they are there
 
 
@@ -293,8 +295,10 @@ def transcript(text: Any) -> Any:
         pieces = ["User", *re.split(r"\n?<extra_id_1>(User|Assistant)\n", text)]
     else:
         return text
-    roles = ["assistant" if speaker == "Assistant" else "user" for speaker in pieces[::2]]
-    turns = [{"role": role, "content": said.strip()} for role, said in zip(roles, pieces[1::2], strict=True)]
+    turns = [
+        {"role": ROLES[name.lower()], "content": turn.strip()}
+        for name, turn in zip(pieces[::2], pieces[1::2], strict=True)
+    ]
     return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
 
 
@@ -305,27 +309,26 @@ def _rendered_prompt(texts: Sequence[Any]) -> int:
     return max((header.end() for header in HEADERS.finditer(common)), default=0) if is_rendered else 0
 
 
-def _exchanges(pairs: list[Any]) -> list[JSON]:
+def _exchanges(pairs: Iterable[Sequence[Any]]) -> list[JSON]:
     """Messages of question, answer, question, answer, ..."""
-    both = [({"role": "user", "content": asked}, {"role": "assistant", "content": said}) for asked, said in pairs]
-    return list(itertools.chain(*both))
+    roles = itertools.cycle(("user", "assistant"))
+    return [{"role": role, "content": text} for role, text in zip(roles, itertools.chain(*pairs), strict=False)]
 
 
 def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _ranked(prompt: str, column: str, text: str, score: str, sign: int) -> Callable[[JSON], Draft]:
+def _ranked(prompt: str, column: str, text: str, score: str, sign: int) -> Read:
     """A list of answers with a number each, higher (sign 1) or lower (-1) for better ones."""
 
     def read(record: JSON) -> Draft:
         items = record[column] if isinstance(record[column], list) else []
         items = [i for i in items if isinstance(i, dict) and i.get(text) is not None and _is_finite(i.get(score))]
-        best: JSON = max(items, key=lambda item: sign * item[score], default={})
-        worst: JSON = min(items, key=lambda item: sign * item[score], default={})
+        best, worst = (pick(items, key=lambda item: sign * item[score], default=JSON()) for pick in (max, min))
         if best.get(score) == worst.get(score):
             raise Unusable(f"{column!r} has no two answers with another {score}: nothing to prefer")
-        return Draft(transcript(record[prompt]), (best[text], worst[text]), (f"{column}.{text}",) * 2)
+        return Draft(record[prompt], (best[text], worst[text]), (f"{column}.{text}",) * 2)
 
     return read
 
@@ -343,60 +346,46 @@ def _preferred(name: str, prompt: str, first: str, second: str, column: str, of_
     return Format(name, "pair", (prompt, first, second, column), read)
 
 
-def _answers_to(prompt: str, *names: str, turns: Callable[[Any], Any] = transcript) -> Callable[[JSON], Draft]:
-    return lambda record: Draft(turns(record[prompt]), tuple(record[name] for name in names), names)
+def _answers_to(prompt: str, *names: str) -> Read:
+    return lambda record: Draft(record[prompt], tuple(record[name] for name in names), names)
 
 
-def _conversation_in(name: str) -> Callable[[JSON], Draft]:
-    return lambda record: Draft(None, (record[name],), (name,))
-
-
-def _openai_preference(record: JSON) -> Draft:
-    given, names = record["input"], OUTPUTS[1:]
-    if not isinstance(given, dict) or given.get("messages") is None:
-        raise Unusable("column 'input' is not an object with messages")
-    return Draft(given["messages"], tuple(map(record.get, names)), names, given.get("tools") or record.get("tools"))
-
-
-def _sharegpt_pair(record: JSON) -> Draft:
-    """Each answer is one message {from, value}."""
-    answers = (record[name] for name in PAIR)
-    return Draft(record["conversations"], tuple([a] if isinstance(a, dict) else a for a in answers), PAIR)
-
-
-def _alpaca(*names: str) -> Callable[[JSON], Draft]:
-    """The instruction, and on a new line its input; before it the history (LLaMA-Factory, data/README.md)."""
+def _conversation_in(name: str) -> Read:
+    """Messages, or Capybara's turns of {input, output}."""
 
     def read(record: JSON) -> Draft:
-        asked, answers = _both(record, "instruction", "input", "\n"), tuple(record[name] for name in names)
-        history = record.get("history") or []
-        if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
-            raise Unusable("column 'history' is not a list of [question, answer]")
-        if history and len(names) == 1:
-            return Draft(None, (_exchanges([*history, (asked, answers[0])]),), names)
-        return Draft([*_exchanges(history), {"role": "user", "content": asked}] if history else asked, answers, names)
+        turns = record[name]
+        if isinstance(turns, list) and all(isinstance(turn, dict) and "input" in turn for turn in turns):
+            turns = _exchanges((turn["input"], turn.get("output")) for turn in turns)
+        return Draft(None, (turns,), (name,))
 
     return read
 
 
-def _capybara(record: JSON) -> Draft:
-    """A conversation of {input, output} turns; also one of messages."""
-    turns = record["conversation"]
-    if isinstance(turns, list) and all(isinstance(turn, dict) and "input" in turn for turn in turns):
-        turns = _exchanges([(turn["input"], turn.get("output")) for turn in turns])
-    return Draft(None, (turns,), ("conversation",))
+def _openai_preference(record: JSON) -> Draft:
+    question, names = record["input"], OUTPUTS[1:]
+    if not isinstance(question, dict) or question.get("messages") is None:
+        raise Unusable("column 'input' is not an object with messages")
+    tools = question.get("tools") or record.get("tools")
+    return Draft(question["messages"], tuple(map(record.get, names)), names, tools)
 
 
-def _dolly(record: JSON) -> Draft:
-    return Draft(_both(record, "instruction", "context", "\n\n"), (record["response"],), ("response",))
+def _instruction(detail: str, between: str, *names: str) -> Read:
+    """The instruction, and its detail behind it; before it the history (LLaMA-Factory, data/README.md)."""
 
+    def read(record: JSON) -> Draft:
+        question, answers = record["instruction"], tuple(record[name] for name in names)
+        if record.get(detail):
+            texts = [_text_in(record, name) for name in ("instruction", detail)]
+            question = between.join(texts) if texts[1].strip() else texts[0]
+        history = record.get("history") or []
+        if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+            raise Unusable("column 'history' is not a list of [question, answer]")
+        if history and len(names) == 1:
+            return Draft(None, (_exchanges([*history, (question, *answers)]),), names)
+        return Draft(_exchanges([*history, (question,)]) if history else question, answers, names)
 
-def _both(record: JSON, first: str, second: str, between: str) -> Any:
-    """The text of a column, with that of a second one behind it where it says anything."""
-    if not record.get(second):
-        return record[first]
-    texts = [_text_in(record, name) for name in (first, second)]
-    return between.join(texts) if texts[1].strip() else texts[0]
+    return read
 
 
 def _text_in(record: JSON, name: str) -> str:
@@ -418,17 +407,17 @@ PUBLISHED = (
     _preferred("HelpSteer3", "context", "response1", "response2", "overall_preference"),
     _preferred("SHP", "history", "human_ref_A", "human_ref_B", "labels", (1, 0)),
     _preferred("PKU-SafeRLHF", "prompt", "response_0", "response_1", "better_response_id", (0, 1)),
-    Format("ShareGPT pairs", "pair", ("conversations", *PAIR), _sharegpt_pair),
+    Format("ShareGPT pairs", "pair", ("conversations", *PAIR), _answers_to("conversations", *PAIR)),
     Format("orca_dpo_pairs", "pair", ("question", *PAIR), _answers_to("question", *PAIR)),
-    Format("Alpaca pairs", "pair", ("instruction", *PAIR), _alpaca(*PAIR), ALPACA),
+    Format("Alpaca pairs", "pair", ("instruction", *PAIR), _instruction("input", "\n", *PAIR), ALPACA),
     Format("distilabel pairs", "pair", ("input", *PAIR), _answers_to("input", *PAIR)),
-    Format("Alpaca KTO", "label", ("instruction", "output", LABEL), _alpaca("output"), ALPACA),
+    Format("Alpaca KTO", "label", ("instruction", "output", LABEL), _instruction("input", "\n", "output"), ALPACA),
     Format("ShareGPT KTO", "label", ("conversations", LABEL), _conversation_in("conversations")),
     Format("OpenAI messages KTO", "label", ("messages", LABEL), _conversation_in("messages")),
     Format("ShareGPT", "answer", ("conversations",), _conversation_in("conversations")),
-    Format("Capybara, LMSYS-Chat", "answer", ("conversation",), _capybara),
-    Format("Alpaca", "answer", ("instruction", "output"), _alpaca("output"), ALPACA),
-    Format("Dolly", "answer", ("instruction", "response"), _dolly, ("context",)),
+    Format("Capybara, LMSYS-Chat", "answer", ("conversation",), _conversation_in("conversation")),
+    Format("Alpaca", "answer", ("instruction", "output"), _instruction("input", "\n", "output"), ALPACA),
+    Format("Dolly", "answer", ("instruction", "response"), _instruction("context", "\n\n", "response"), ("context",)),
     Format("HelpSteer", "answer", ("prompt", "response", "helpfulness"), _answers_to("prompt", "response")),
 )
 
@@ -445,45 +434,44 @@ MEANINGFUL = {
 }
 
 
-def _candidates(there: frozenset[str], columns: Columns, kind: RecordKind) -> Iterator[Format]:
+def _candidates(names: tuple[str, ...], columns: Columns, kind: RecordKind) -> Iterator[Format]:
     """The formats that may be meant by these columns, the likeliest first."""
     prompt, chosen, rejected, completion, messages, text = columns[:6]
 
-    def form(has: Any, *names: str) -> Format:
-        turns: Callable[[Any], Any] = (lambda text: text) if columns.are_named else transcript
-        return Format("", has, names, _answers_to(*names, turns=turns))
-
-    def whole(*names: str) -> Format:
+    def whole(*conversations: str) -> Format:
         """Answers that are a whole conversation each: messages, or a transcript."""
 
         def read(record: JSON) -> Draft:
-            answers = tuple(transcript(record[name]) for name in names)
+            answers = tuple(transcript(record[name]) for name in conversations)
             if not any(isinstance(answer, str) for answer in answers):
-                return Draft(None, answers, names)
+                return Draft(None, answers, conversations)
             length = _rendered_prompt([record.get(chosen), record.get(rejected)])
             if not length:
                 raise Unusable(_missing(record, columns, "preference"))
-            return Draft(answers[0][:length], tuple(answer[length:] for answer in answers), names)
+            return Draft(answers[0][:length], tuple(answer[length:] for answer in answers), conversations)
 
-        return Format("", "pair", names, read)
+        return Format("", "pair", conversations, read)
 
-    ours = [form("answer", prompt, completion), form("answer", messages, completion)]
-    if completion not in there:
-        ours = [Format("", "answer", (messages,), _conversation_in(messages))]
+    def ours(has: Any, *used: str) -> Format:
+        return Format("", has, used, _answers_to(*used))
+
+    single = [Format("", "answer", (messages,), _conversation_in(messages))]
+    if completion in names:
+        single = [ours("answer", prompt, completion), ours("answer", messages, completion)]
     published = () if columns.are_named else PUBLISHED
-    pairs, answers, labels = ([known for known in published if known.has == has] for has in ("pair", "answer", "label"))
+    pairs, answers, labels = ([form for form in published if form.has == has] for has in ("pair", "answer", "label"))
     if kind == "preference":
-        yield from (form("pair", prompt, chosen, rejected), *pairs, whole(chosen, rejected))
+        yield from (ours("pair", prompt, chosen, rejected), *pairs, whole(chosen, rejected))
     elif kind == "unpaired":
-        yield from (*ours, *answers) if columns.label in there else labels
+        yield from (*single, *answers) if columns.label in names else labels
     elif kind == "prompt":
-        yield from (known for known in (*pairs, *answers) if prompt in known.needs)
-        yield from (form("prompt", prompt), *pairs, *answers, *labels, *ours, whole(chosen, rejected))
+        yield from (form for form in (*pairs, *answers) if prompt in form.needs)
+        yield from (ours("prompt", prompt), *pairs, *answers, *labels, *single, whole(chosen, rejected))
     else:
-        yield from ours
-        if completion not in there:
+        yield from single
+        if completion not in names:
             plain = Format("", "text", (text,), lambda record: Draft(None, (_text_in(record, text),), (text,)))
-            yield from (*pairs, *answers, plain, form("pair", prompt, chosen), whole(chosen))
+            yield from (*pairs, *answers, plain, ours("pair", prompt, chosen), whole(chosen))
 
 
 class Reader(NamedTuple):
@@ -498,24 +486,24 @@ class Reader(NamedTuple):
 @functools.lru_cache(4096)
 def reader_of(names: tuple[str, ...], columns: Columns, kind: RecordKind) -> Reader | None:
     """How records are read that have values in these columns; None where they cannot be."""
-    there = frozenset(names)
-    form = next((form for form in _candidates(there, columns, kind) if there.issuperset(form.needs)), None)
+    form = next((form for form in _candidates(names, columns, kind) if {*names}.issuperset(form.needs)), None)
     if form is None:
         return None
-    used, is_half = [*form.needs, *(name for name in form.uses if name in there)], kind == "sft" and form.has == "pair"
+    used, is_half = [*form.needs, *(name for name in form.uses if name in names)], kind == "sft" and form.has == "pair"
     if kind == "unpaired" and form.has == "answer":
         used.append(columns.label)
     beside = () if form.has == "text" else (columns.system, columns.tools, TEMPLATE_ARGUMENTS)
-    extras = [name for name in beside if name in there and name not in (*used, *columns.ignore)]
-    known = {*used, *extras, *columns.ignore, VOCABULARY, *[columns.rejected] * is_half}
-    known |= {columns.label, LABEL, "weight"} if kind == "prompt" else set()
+    extras = [name for name in beside if name in names and name not in (*used, *columns.ignore)]
+    read = {*used, *extras, *columns.ignore, VOCABULARY, *[columns.rejected] * is_half}
+    read |= {columns.label, LABEL, "weight"} if kind == "prompt" else set()
     shown = [*(form.needs[-1:] if is_half and not form.name else used), *extras]
     title = f"{form.name} ({', '.join(shown)})" if form.name else " + ".join(shown)
     title += " (preference records: the other completion is not used)" * is_half
-    return Reader(title, form, bool(extras), tuple(name for name in names if name not in known))
+    return Reader(title, form, bool(extras), tuple(name for name in names if name not in read))
 
 
-def _names_there(record: JSON) -> tuple[str, ...]:
+def _present(record: JSON) -> tuple[str, ...]:
+    """The columns that have values."""
     return tuple([name for name, value in record.items() if value is not None])
 
 
@@ -529,14 +517,14 @@ WANTED: dict[str, tuple[str, ...]] = {
 
 def _missing(record: JSON, columns: Columns, kind: RecordKind) -> str:
     """Names the columns that are absent, those that are there, and what to type."""
-    names, present = {role: getattr(columns, role) for role in WANTED[kind]}, _names_there(record)
-    absent = [role for role, name in names.items() if name not in present]
-    first = names[absent[0]]
+    present = _present(record)
+    absent = [role for role in WANTED[kind] if getattr(columns, role) not in present]
+    first = getattr(columns, absent[0])
     if first in record:
         return f"column {first!r} is null"
     others = f" or {columns.messages!r} or {columns.text!r}" if kind == "sft" and absent[0] == "completion" else ""
     why = f"no column {first!r}{others} (columns: {', '.join(map(str, record)) or 'none'})"
-    if kind == "preference" and {columns.label, LABEL} & set(present):
+    if kind == "preference" and {columns.label, LABEL} & {*present}:
         return f"{why}; labelled answers are not pairs: train.loss=kto"
     if kind == "preference" and (other := reader_of(present, columns, "sft")) and other.form.has != "pair":
         return f"{why}; {other.form.name or 'this'} has one answer a record, not a pair: train.loss=sft"
@@ -556,23 +544,23 @@ def parse(record: JSON, columns: Columns, kind: RecordKind) -> Record:
         for name in record.keys() - {*columns[:6], *columns.ignore}:
             _require_no_media(name, record[name])
         return tokens if kind != "unpaired" else replace(tokens, label=_label(record, columns.label))
-    reader = reader_of(_names_there(record), columns, kind)
+    reader = reader_of(_present(record), columns, kind)
     if reader is None:
         raise Unusable(_missing(record, columns, kind))
     for name in reader.unread:
         _require_unimportant(name, record[name], reader.name)
-    draft, label, most = reader.form.read(record), None, 1 if kind == "sft" else None
+    draft, label = reader.form.read(record), None
     if kind == "unpaired":
         label = _label(record, columns.label if columns.label in record else LABEL)
     if len(draft.completions) == 2 and draft.completions[0] == draft.completions[1]:
         raise Unusable(f"{draft.names[0]!r} is equal to {draft.names[1]!r}: nothing to prefer")
-    if kind == "prompt" and draft.prompt is not None:
-        most = 0
-    draft = draft._replace(completions=draft.completions[:most], names=draft.names[:most])
-    is_plain = reader.form.has == "text" or isinstance(draft.prompt, str)
+    most = 0 if kind == "prompt" and draft.prompt is not None else 1 if kind == "sft" else None
+    prompt = draft.prompt if columns.are_named else transcript(draft.prompt)
+    draft = draft._replace(prompt=prompt, completions=draft.completions[:most], names=draft.names[:most])
+    is_plain = reader.form.has == "text" or isinstance(prompt, str)
     if is_plain and not reader.is_chat and all(isinstance(text, str) for text in draft.completions):
-        prompt = None if draft.prompt is None else str(check_json(draft.prompt, "prompt"))
-        return Plain(prompt, tuple(map(_check_completion, draft.completions, draft.names)), reader.name, label)
+        text = None if prompt is None else str(check_json(prompt, "prompt"))
+        return Plain(text, tuple(map(_check_completion, draft.completions, draft.names)), reader.name, label)
     return _chat(draft, record, reader.name, columns, kind, label)
 
 
@@ -590,21 +578,18 @@ def rows_of(record: JSON | Unusable, columns: Columns, kind: RecordKind) -> Sequ
     except Unusable as why:
         return [why]
     title = f"{pair.columns} (each pair gives two rows: chosen is desirable, rejected is not)"
-    rows: list[Record] = []
+    learnt, rows = getattr(pair, "learnt", None), list[Record]()
     for k, label in enumerate((True, False)):
-        parts: JSON = {"completions": pair.completions[k : k + 1], "columns": title, "label": label}
-        if not isinstance(pair, Plain) and pair.learnt is not None:
-            parts["learnt"] = pair.learnt[k : k + 1]
-        rows.append(replace(pair, **parts))
+        changes: JSON = {"completions": pair.completions[k : k + 1], "columns": title, "label": label}
+        rows.append(replace(pair, **changes, **({"learnt": learnt[k : k + 1]} if learnt else {})))
     return rows
 
 
 def _is_pair(record: JSON, columns: Columns) -> bool:
     """Whether a record has two answers, and nothing that is read as one with a label."""
-    there = _names_there(record)
-    is_labelled = reader_of(there, columns, "unpaired") is not None
-    is_pair = not is_labelled and reader_of(there, columns, "preference") is not None
-    return is_pair or {"chosen_ids", "rejected_ids"} <= set(there)
+    names = _present(record)
+    is_labelled, is_pair = (reader_of(names, columns, kind) for kind in ("unpaired", "preference"))
+    return bool(is_pair and not is_labelled) or {"chosen_ids", "rejected_ids"} <= {*names}
 
 
 def _token_columns(record: JSON, kind: RecordKind) -> tuple[str, ...] | None:
@@ -638,21 +623,22 @@ def checked(form: TypeAdapter[Any], value: object, name: str) -> Any:
 
 
 def _parse_tokens(record: JSON, names: tuple[str, ...]) -> Tokens:
-    title, learnt = " + ".join(("prompt_ids", *names)), list[list[bool]]()
-    prompt, *completions = (checked(TOKEN_IDS, record.get(name), name) for name in ("prompt_ids", *names))
+    title, masks = ["prompt_ids", *names], list[list[bool]]()
+    prompt, *completions = (checked(TOKEN_IDS, record.get(name), name) for name in title)
     for name, ids in zip(names, completions, strict=True):
         if not ids:
             raise Unusable(f"empty completion: {name!r} has no tokens")
         bits, of_mask = [True] * len(ids), name.replace("_ids", "_mask")
         if record.get(of_mask) is not None:
-            bits, title = [*map(bool, checked(MASK, record[of_mask], of_mask))], f"{title} + {of_mask}"
+            bits = [*map(bool, checked(MASK, record[of_mask], of_mask))]
+            title.append(of_mask)
         if len(bits) != len(ids) or not any(bits):
             raise Unusable(
                 f"{of_mask} has {len(bits)} bits for {len(ids)} tokens of {name}, or no 1 for what is learnt"
             )
-        learnt.append(bits)
-    masks, vocabulary = None if all(map(all, learnt)) else tuple(learnt), str(record.get(VOCABULARY) or "")
-    return Tokens(prompt, tuple(completions), title, learnt=masks, vocabulary=vocabulary)
+        masks.append(bits)
+    learnt = None if all(map(all, masks)) else tuple(masks)
+    return Tokens(prompt, tuple(completions), " + ".join(title), None, learnt, str(record.get(VOCABULARY) or ""))
 
 
 def _label(record: JSON, column: str) -> bool:
@@ -673,20 +659,18 @@ Parts = tuple[list[Message], tuple[list[Message], ...], Learnt]  # of a chat: pr
 def _chat(draft: Draft, record: JSON, name: str, columns: Columns, kind: RecordKind, label: bool | None) -> Chat:
     """A draft as messages."""
     learn = columns.learn if kind == "sft" else "last"
-    completions: tuple[list[Message], ...] = ()
-    learnt: Learnt = ()
     if draft.prompt is None and len(draft.completions) == 1:
         whole = _opened(record, check_messages(draft.completions[0], draft.names[0], columns.ignore), columns)
         is_answered = whole[-1]["role"] == "assistant" and len(whole) > 1
-        prompt = whole[:-1] if is_answered else whole
-        if kind != "prompt":
-            prompt, completions, learnt = _split(whole, learn, draft.names[0])
+        parts: Parts = (whole[:-1] if is_answered else whole, (), ())
+        prompt, completions, learnt = parts if kind == "prompt" else _split(whole, learn, draft.names[0])
     else:
         prompt, completions, learnt = _answers(draft, columns)
-        if any("weight" in message for part in (prompt, *completions) for message in part) and draft.completions:
+        if completions and any("weight" in message for part in (prompt, *completions) for message in part):
             raise Unusable("'weight' of a message is for SFT on conversations; leave it out with data.ignore=[weight]")
         prompt = _opened(record, prompt, columns)
-        completions, learnt = ((), ()) if kind == "prompt" else (completions, learnt)
+        if kind == "prompt":
+            completions = learnt = ()
     for answer, of_answer in zip(completions, draft.names, strict=False):
         if prompt and prompt[-1]["role"] == answer[0]["role"] == "assistant":
             raise Unusable("the prompt ends with an assistant message; it has to end before the answer")
@@ -717,8 +701,8 @@ def _opened(record: JSON, messages: list[Message], columns: Columns) -> list[Mes
 
 
 def _as_messages(value: object, role: str, name: str, columns: Columns) -> list[Message]:
-    if not isinstance(value, str):
-        return check_messages(value, name, columns.ignore)
+    if not isinstance(value, str):  # of ShareGPT's pairs one message
+        return check_messages([value] if isinstance(value, dict) else value, name, columns.ignore)
     return [{"role": role, "content": check_json(value, name) if role == "user" else _check_completion(value, name)}]
 
 
@@ -741,17 +725,20 @@ def _split(messages: list[Message], learn: str, name: str) -> Parts:
             "the conversation with the assistant's last message"
         )
     weights = [cast(JSON, message).pop("weight", None) for message in messages]
-    if learn == "all":
-        wanted = [True] * len(messages)
-    elif learn == "assistant" or any(weight is not None for weight in weights):
-        wanted = [message["role"] == "assistant" for message in messages]
-    else:
-        wanted = [False] * (len(messages) - 1) + [True]
-    learnt = [is_wanted and weight != 0 for is_wanted, weight in zip(wanted, weights, strict=True)]
+    is_by_turn = learn == "assistant" or any(weight is not None for weight in weights)
+    learnt = [
+        (learn == "all" or (message["role"] == "assistant" if is_by_turn else message is messages[-1])) and weight != 0
+        for message, weight in zip(messages, weights, strict=True)
+    ]
     if not any(learnt):
         raise Unusable(f"nothing of {name!r} is learnt: every message that could be has weight 0")
-    first, last = learnt.index(True), len(learnt) - learnt[::-1].index(True)
+    first, last = bounds_of(learnt)
     return messages[:first], (messages[first:last],), (tuple(learnt[first:last]),)
+
+
+def bounds_of(flags: list[bool]) -> tuple[int, int]:
+    """The bounds of a list from its first true flag to its last, as for a slice; there is one."""
+    return flags.index(True), len(flags) - flags[::-1].index(True)
 
 
 def _answers(draft: Draft, columns: Columns) -> Parts:
@@ -759,40 +746,45 @@ def _answers(draft: Draft, columns: Columns) -> Parts:
 
     Of two whole conversations the common leading messages are the prompt, and a prompt's column has to be among them.
     """
-    both, common = zip(draft.completions, draft.names, strict=True), 0
-    answers = [_as_messages(said, "assistant", name, columns) for said, name in both]
-    asked = draft.prompt.strip() if isinstance(draft.prompt, str) else ""
+    both = zip(draft.completions, draft.names, strict=True)
+    answers = [_as_messages(answer, "assistant", name, columns) for answer, name in both]
     are_whole = answers and all(answer[0]["role"] != "assistant" for answer in answers)
     has_prompt = draft.prompt is not None and not (isinstance(draft.prompt, str) and are_whole)
     if has_prompt:
-        prompt = _as_messages(draft.prompt, "user", "prompt", columns)
+        prompt, first_learnt = _as_messages(draft.prompt, "user", "prompt", columns), 0
     else:
-        shortest = min(map(len, answers)) - 1  # one message at least is left of each
-        different = (i for i in range(shortest) if any(answer[i] != answers[0][i] for answer in answers))
-        length = common = next(different, shortest)
-        # A prompt is what a model is asked: the completions begin where an assistant speaks.
-        while length and any(answer[length]["role"] != "assistant" for answer in answers):
-            length -= 1
-        common, prompt = common - length, answers[0][:length]
-        if asked and not any(asked in str(message["content"]) for message in prompt):
-            raise Unusable(f"column {columns.prompt!r} is not in the conversation of {draft.names[0]!r}")
-        if not prompt:
-            raise Unusable(f"{' and '.join(map(repr, draft.names))} have no first message in common: no prompt")
-    rests = []
+        prompt, first_learnt = _common_prompt(answers, draft, columns)
+    rests, learnt = list[list[Message]](), list[tuple[bool, ...]]()
     for answer, name in zip(answers, draft.names, strict=True):
         start = 0 if has_prompt and answer[0]["role"] == "assistant" else len(prompt)
         if answer[:start] != prompt[:start] or len(answer) == start:
             raise Unusable(f"{name!r} has {len(answer)} messages that do not begin with the prompt")
         rests.append(answer[start:])
-    learnt = [tuple(m["role"] == "assistant" and i >= common for i, m in enumerate(rest)) for rest in rests]
+        learnt.append(tuple(m["role"] == "assistant" and i >= first_learnt for i, m in enumerate(rests[-1])))
     return prompt, tuple(rests), tuple(learnt)
+
+
+def _common_prompt(answers: list[list[Message]], draft: Draft, columns: Columns) -> tuple[list[Message], int]:
+    """The prompt of whole conversations, and how many messages behind it they have in common, which are not learnt."""
+    shortest = min(map(len, answers)) - 1  # one message at least is left of each
+    different = (i for i in range(shortest) if any(answer[i] != answers[0][i] for answer in answers))
+    length = common = next(different, shortest)
+    # A prompt is what a model is asked: the completions begin where an assistant speaks.
+    while length and any(answer[length]["role"] != "assistant" for answer in answers):
+        length -= 1
+    prompt, question = answers[0][:length], draft.prompt.strip() if isinstance(draft.prompt, str) else ""
+    if question and not any(question in str(message["content"]) for message in prompt):
+        raise Unusable(f"column {columns.prompt!r} is not in the conversation of {draft.names[0]!r}")
+    if not prompt:
+        raise Unusable(f"{' and '.join(map(repr, draft.names))} have no first message in common: no prompt")
+    return prompt, common - length
 
 
 def _template_arguments(record: JSON, columns: Columns) -> JSON:
     value = record.get(TEMPLATE_ARGUMENTS)
     if TEMPLATE_ARGUMENTS in columns.ignore or not value:
         return {}
-    value = parse_json_text(value, TEMPLATE_ARGUMENTS) if isinstance(value, str) else value
+    value = _parsed(value, TEMPLATE_ARGUMENTS)
     if not isinstance(value, dict):
         raise Unusable(f"column {TEMPLATE_ARGUMENTS!r} is {name_of_type(value)}, not an object")
     return {name: item for name, item in value.items() if item is not None}
@@ -809,18 +801,17 @@ MEDIA_FILES = re.compile(
 
 
 def _says_something(value: object) -> bool:
-    return bool(value.strip()) if isinstance(value, str) else value is not None and value != [] and value != {}
+    return bool(value.strip()) if isinstance(value, str) else value not in (None, [], {})
 
 
 def _require_unimportant(name: str, value: object, title: str) -> None:
     """Raises Unusable where a column that nothing reads changes what its row means."""
-    if name in MEANINGFUL:
-        if _says_something(value):
-            meant = f"set {MEANINGFUL[name]}, or " if MEANINGFUL[name] else ""
-            how = f"{title} does not read it; {meant}leave it out with data.ignore=[{name}]"
-            raise Unusable(f"column {name!r} would be lost: {how}")
-    else:
+    if name not in MEANINGFUL:
         _require_no_media(name, value)
+    elif _says_something(value):
+        setting = f"set {MEANINGFUL[name]}, or " if MEANINGFUL[name] else ""
+        how = f"{title} does not read it; {setting}leave it out with data.ignore=[{name}]"
+        raise Unusable(f"column {name!r} would be lost: {how}")
 
 
 def _require_no_media(name: str, value: object) -> None:
@@ -830,10 +821,10 @@ def _require_no_media(name: str, value: object) -> None:
 
 def unread_columns(record: JSON, columns: Columns, kind: RecordKind) -> list[str]:
     """The columns of a record that hold text, lists or objects, and that neither its format nor data.ignore names."""
-    is_tokenised = _token_columns(record, kind) is not None
-    reader = None if is_tokenised else reader_of(_names_there(record), columns, kind)
-    unread = [name for name in reader.unread if name not in MEANINGFUL] if reader else []
-    return [name for name in unread if isinstance(record[name], str | list | dict) and _says_something(record[name])]
+    if _token_columns(record, kind) is not None or (reader := reader_of(_present(record), columns, kind)) is None:
+        return []
+    texts = [name for name in reader.unread if isinstance(record[name], str | list | dict) and name not in MEANINGFUL]
+    return [name for name in texts if _says_something(record[name])]
 
 
 def _is_media(name: str, value: object) -> bool:

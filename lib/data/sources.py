@@ -109,7 +109,7 @@ def sizes_of(record: Record) -> list[int]:
 # ---- One file's index
 
 META, ENTRIES, LINES = "index.json", "entries.bin", "lines.jsonl"
-VERSION = 11  # of what an index holds
+VERSION = 12  # of what an index holds
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Index:
     digest: str  # sha256 of the usable records' lines
     formats: dict[str, list[int]]  # What its records were recognised as: how many, and the first one's number
     unread: list[str]  # Columns of the first records that nothing reads
-    unusable: list[str]  # `file:line: why`, the first few
+    unusable: list[tuple[int, str]]  # Lines and reasons, the first few
     unusable_count: int
 
 
@@ -147,13 +147,11 @@ def index(file: Path, cache_dir: str, columns: Columns, kind: RecordKind, tell: 
             meta = _build(file, stamp, folder, columns, kind)
     lines = folder / LINES if meta["sizes"][LINES] else file
     entries = np.memmap(folder / ENTRIES, ENTRY, "r") if meta["sizes"][ENTRIES] else np.zeros(0, ENTRY)
-    unusable = [f"{file}:{line}: {why}" for line, why in meta["unusable"]]
-    figures = (meta["digest"], meta["formats"], meta["unread"], unusable, meta["unusable_count"])
-    return Index(file, lines, entries, _stamp(lines), *figures)
+    return Index(file, lines, entries, _stamp(lines), **meta["facts"])
 
 
 def _stored(folder: Path, stamp: list[int]) -> JSON | None:
-    """What is known of a file by its index; None where that is not whole, or the file has changed."""
+    """What was stored of a file; None where that is not whole, or the file has changed."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         meta: JSON = json.loads((folder / META).read_text(encoding="utf-8"))
         sizes = {name: (folder / name).stat().st_size for name in (ENTRIES, LINES)}
@@ -164,17 +162,15 @@ def _stored(folder: Path, stamp: list[int]) -> JSON | None:
 def _build(file: Path, stamp: list[int], folder: Path, columns: Columns, kind: RecordKind) -> JSON:
     """Indexes a file in one pass: checks every record, and enters the usable ones."""
     folder.mkdir(parents=True, exist_ok=True)
-    digest, seen, unread = hashlib.sha256(), dict[str, list[int]](), dict[str, None]()
-    unusable = list[tuple[int, str]]()
-    count = unusable_count = 0
+    digest, formats, unread = hashlib.sha256(), dict[str, list[int]](), dict[str, None]()
+    unusable, count = list[tuple[int, str]](), 0
     with (folder / ENTRIES).open("wb") as entries, (folder / LINES).open("wb") as lines:
-        for line, offset, raw, record in record_files.scan(file):
+        for number, (line, offset, raw, record) in enumerate(record_files.scan(file)):
             rows = rows_of(record, columns, kind)
-            if not isinstance(record, Unusable) and count + unusable_count < LOOKED_AT:
+            if not isinstance(record, Unusable) and number < LOOKED_AT:
                 unread |= dict.fromkeys(unread_columns(record, columns, kind))
-            if isinstance(why := rows[0], Unusable) or isinstance(record, Unusable):
-                unusable_count += 1
-                unusable += [(line, str(why))] if len(unusable) < NAMED else []
+            if isinstance(record, Unusable) or isinstance(rows[0], Unusable):
+                unusable.append((line, str(rows[0])))
                 continue
             if file.suffix == ".gz" or not raw:
                 values = {name: value for name, value in record.items() if value is not None}
@@ -186,14 +182,15 @@ def _build(file: Path, stamp: list[int], folder: Path, columns: Columns, kind: R
                 label = -1 if row.label is None else int(row.label)
                 entry = (offset, len(raw), line, *keys_of(row), sizes_of(row), label)
                 entries.write(np.array(entry, ENTRY).tobytes())
-                seen.setdefault(row.columns, [0, count])[0] += 1
+                formats.setdefault(row.columns, [0, count])[0] += 1
                 count += 1
             digest.update(raw)
         sizes = {ENTRIES: entries.tell(), LINES: lines.tell()}
     if [*_stamp(file), file.stat().st_ctime_ns] != stamp:
         raise UserError(f"{file} changed while it was indexed; start again when it is complete")
-    meta: JSON = {"stamp": stamp, "sizes": sizes, "digest": digest.hexdigest(), "formats": seen}
-    meta |= {"unread": [*unread], "unusable": unusable, "unusable_count": unusable_count}
+    facts: JSON = {"digest": digest.hexdigest(), "formats": formats, "unread": [*unread]}
+    facts |= {"unusable": unusable[:NAMED], "unusable_count": len(unusable)}
+    meta: JSON = {"stamp": stamp, "sizes": sizes, "facts": facts}
     files.write_atomically(folder / META, json.dumps(meta) + "\n")  # last: where it is, the index is whole
     return meta
 
@@ -227,15 +224,49 @@ def files_of(source: str, cache_dir: str, tell: Tell = silent) -> list[Path]:
         return [path]
     else:
         matched = [*map(Path, glob.glob(source, recursive=True))]  # noqa: PTH207
-    found = sorted(file for file in matched if file.is_file())
-    if not found:
-        raise UserError(f"{source}: no file (*{', *'.join(record_files.ENDINGS)}) is there (looked from {Path.cwd()})")
-    return found
+    if paths := sorted(file for file in matched if file.is_file()):
+        return paths
+    raise UserError(f"{source}: no file (*{', *'.join(record_files.ENDINGS)}) is there (looked from {Path.cwd()})")
 
 
 def weights_of(train: str | Mapping[str, float]) -> dict[str, float]:
     """Sources and how often each of their rows is taken in an epoch."""
     return {train: 1.0} if isinstance(train, str) else dict(train)
+
+
+def with_splits(settings: DataSettings, tell: Tell = silent, holds_out: bool = True) -> DataSettings:
+    """The settings with the files of data.train=DIR whose names say train, valid or test.
+
+    Train is trained, or what has no such name; valid is held out, unless settings say what is; the rest is left.
+    """
+    folder = Path(settings.train) if isinstance(settings.train, str) else None
+    if folder is None or not folder.is_dir():
+        return settings
+    parts: dict[str | None, list[Path]] = {"train": [], None: [], "validation": [], "test": []}
+    for path in files_of(str(folder), settings.cache_dir):
+        parts[hub.split_of(path.relative_to(folder).as_posix())].append(path)
+    train = parts.pop("train") or parts.pop(None)
+    if not train or not any(parts.values()):
+        return settings
+    valid = parts.pop("validation") if holds_out and not (settings.valid or settings.holdout) else []
+    uses = {"trained": train, "held out": valid, "left": [*itertools.chain(*parts.values())]}
+    names = {use: ", ".join(str(path.relative_to(folder)) for path in paths) for use, paths in uses.items() if paths}
+    tell(f"{settings.train}: {', '.join(f'{of_use} is {use}' for use, of_use in names.items())}")
+    changes = {"train": train, "valid": valid} if valid else {"train": train}
+    return settings.model_copy(
+        update={
+            name: str(paths[0]) if len(paths) == 1 else dict.fromkeys(map(str, paths), 1.0)
+            for name, paths in changes.items()
+        }
+    )
+
+
+def unweighted(train: str | Mapping[str, float], what: str) -> list[str]:
+    """The names of sources. Raises UserError: one has a weight, and `what` they hold are not repeated."""
+    weights = weights_of(train)
+    if any(weight != 1 for weight in weights.values()):
+        raise UserError(f"data.train={weights}: {what} have no weights; name the files without")
+    return [*weights]
 
 
 # ---- Records of many files
@@ -251,7 +282,7 @@ class Records:
         self.starts = [0, *itertools.accumulate(len(index.entries) for index in self.indices)]
         self.digests = [f"{index.digest} {len(index.entries)}" for index in self.indices]
         self.formats = "; ".join(dict.fromkeys(name for index in self.indices for name in index.formats))
-        self.unusable = [text for index in self.indices for text in index.unusable]
+        self.unusable = [f"{index.file}:{line}: {why}" for index in self.indices for line, why in index.unusable]
         self.unusable_count = sum(index.unusable_count for index in self.indices)
 
     def __len__(self) -> int:
@@ -275,8 +306,7 @@ class Records:
 
     def label(self, number: int) -> bool | None:
         """Whether the completion of a record is desirable; None for a record without a label."""
-        label = int(self._place(number)[1]["label"])
-        return None if label < 0 else bool(label)
+        return {0: False, 1: True}.get(int(self._place(number)[1]["label"]))
 
     def only(self, rows: np.ndarray) -> Records:
         """Some records alone, ascending by number, and numbered anew."""
@@ -333,7 +363,7 @@ def open_sources(
 ) -> tuple[Records, np.ndarray]:
     """The records of some sources, and the numbers of those that are a data set's rows, int64 [n].
 
-    Duplicates go first, then one side of the holdout is kept, then each source's rows are repeated by its weight: 2.5
+    Duplicates go first, then the other side of the holdout, then each source's rows are repeated by its weight: 2.5
     takes all of them twice, and half of them, chosen by hash, once more. held_out: the side of data.holdout, True for
     the held-out rows, which are not repeated; None for all rows. Raises UserError: no row is left; as `open_records`.
     """
@@ -371,22 +401,23 @@ def require_apart(settings: DataSettings, kind: RecordKind, tell: Tell) -> None:
     if valid is None:  # data.holdout parts prompts
         return
     opened = (open_sources(source, settings, kind, None, silent) for source in (train, valid))
-    of_train, keys = (
-        np.stack([records.column(name)[rows] for name in ("prompt_key", "content_key")]) for records, rows in opened
+    of_train, of_valid = (
+        (records, rows, records.column("prompt_key")[rows], records.column("content_key")[rows])
+        for records, rows in opened
     )
-    has_prompt = keys[0] != keys[1]  # plain text has none
-    same_prompts = (np.flatnonzero(has_prompt & np.isin(keys[0], of_train[0])) + 1).tolist()
-    same_rows = (np.flatnonzero(np.isin(keys[1], of_train[1])) + 1).tolist()
-    name, count = " + ".join(weights_of(valid)), keys.shape[1]
-    if len(same_rows) == count:
+    records, rows, prompts, contents = of_valid
+    is_trained = np.isin(contents, of_train[3])
+    has_prompt = np.isin(prompts, of_train[2]) & (prompts != contents)  # plain text has none
+    name = " + ".join(weights_of(valid))
+    if is_trained.all():
         raise UserError(
-            f"{name}: all {count:,} held-out rows are training rows of {' + '.join(weights_of(train))}, too; name "
+            f"{name}: all {len(rows):,} held-out rows are training rows of {' + '.join(weights_of(train))}, too; name "
             "others with data.valid=FILE, or hold some out with data.holdout=0.1"
         )
-    for numbers, what in ((same_prompts, "have a prompt of"), (same_rows, "are rows of")):
-        if numbers:
-            named = ", ".join(map(str, numbers[:5])) + ", ..." * (len(numbers) > 5)
-            tell(f"{name}: {len(numbers):,} of {count:,} held-out rows {what} the training data ({named})")
+    for numbers, what in ((rows[has_prompt], "have a prompt of"), (rows[is_trained], "are rows of")):
+        if len(numbers):
+            places = ", ".join(map(records.location, numbers[:5])) + ", ..." * (len(numbers) > 5)
+            tell(f"{name}: {len(numbers):,} of {len(rows):,} held-out rows {what} the training data ({places})")
 
 
 def is_held_out(prompt_keys: np.ndarray, holdout: float) -> np.ndarray:

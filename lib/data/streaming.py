@@ -11,7 +11,7 @@ import functools
 import hashlib
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +42,7 @@ def open_training(
     mismatched: whether each row gets another prompt's completion, too. Raises UserError: as `load_dataset`; of a
     streamed data set, for faults that show without tokens or in a sample.
     """
-    settings = with_splits(settings, tell)
+    settings = sources.with_splits(settings, tell)
     train, tokenisation = settings.train, Tokenisation.of(settings, kind, tokenizer, vocabulary)
     if settings.streaming and isinstance(train, str) and train.startswith(hub.PREFIX):
         is_simple = not (settings.holdout or settings.deduplicate or mismatched or kind == "unpaired")
@@ -80,34 +80,6 @@ def open_training(
     return data
 
 
-def with_splits(settings: DataSettings, tell: Tell = sources.silent) -> DataSettings:
-    """The settings with the files of data.train=DIR whose names say train, valid or test.
-
-    Train is trained, or what has no such name; valid is held out, unless settings say what is; the rest is left.
-    """
-    folder = Path(settings.train) if isinstance(settings.train, str) and "://" not in settings.train else None
-    if folder is None or not folder.is_dir():
-        return settings
-    parts: dict[str | None, list[Path]] = {"train": [], None: [], "validation": [], "test": []}
-    for path in sources.files_of(str(folder), settings.cache_dir):
-        parts[hub.split_of(path.relative_to(folder).as_posix())].append(path)
-    train = parts.pop("train") or parts.pop(None)
-    if not train or not any(parts.values()):
-        return settings
-    changes = {"train": str(train[0]) if len(train) == 1 else dict.fromkeys(map(str, train), 1.0)}
-    valid = [] if settings.valid or settings.holdout else parts.pop("validation")
-    if valid:
-        changes["valid"] = str(valid[0]) if len(valid) == 1 else dict.fromkeys(map(str, valid), 1.0)
-    uses = {"trained": train, "held out": valid, "left": [path for paths in parts.values() for path in paths]}
-    said = [f"{_names(paths, folder)} is {use}" for use, paths in uses.items() if paths]
-    tell(f"{settings.train}: {', '.join(said)}")
-    return settings.model_copy(update=changes)
-
-
-def _names(paths: Iterable[Path], folder: Path) -> str:
-    return ", ".join(str(path.relative_to(folder)) for path in paths)
-
-
 def open_held_out(
     settings: DataSettings,
     kind: RecordKind,
@@ -123,7 +95,7 @@ def open_held_out(
             f"data.valid={settings.valid} does not exist (looked from {Path.cwd()}); name held-out "
             "records, or hold a part of data.train out with data.valid=null data.holdout=0.05"
         )
-    settings = with_splits(settings)
+    settings = sources.with_splits(settings)
     if settings.valid is None and not settings.holdout:
         return None
     source, held_out = (settings.train, True) if settings.valid is None else (settings.valid, None)
@@ -181,8 +153,8 @@ class RowGroups:
         path = record_files.cached(self.cache_dir, "hub", self.digests[number]).with_suffix(".parquet")
         with sources.locked(path, print, f"fetches {url}"):
             if not path.exists():
-                with hub.opened_parquet(self.source, url) as table, files.replacing(path) as kept:
-                    pyarrow.parquet.write_table(table.read_row_group(group), kept)
+                with hub.opened_parquet(self.source, url) as table, files.replacing(path) as file:
+                    pyarrow.parquet.write_table(table.read_row_group(group), file)
         return [record for _, record in record_files.read_parquet(path)]
 
 
@@ -250,11 +222,9 @@ class StreamedDataset(Sized):
 
         Raises UserError: a row cannot be used, unless data.skip_invalid; a file has changed.
         """
-        found = []
-        for row in rows:
-            if (pieces := self._read(row)) is not None:
-                found.append(Example.of(row, pieces, None if self.labels is None else bool(self.labels[row])))
-        return found
+        labels = [None if self.labels is None else bool(self.labels[row]) for row in rows]
+        each = zip(rows, map(self._read, rows), labels, strict=True)
+        return [Example.of(row, pieces, label) for row, pieces, label in each if pieces is not None]
 
     def _read(self, row: int) -> Pieces | None:
         """A row's prompt and completions; None where it is left out, which is counted and named once."""
@@ -271,8 +241,8 @@ class StreamedDataset(Sized):
         if number not in self._left_out:
             self._left_out.add(number)
             self.unwanted_count += is_unwanted
-            self.skipped_count += not is_unwanted
             if not is_unwanted:
+                self.skipped_count += 1
                 self.skipped = [*self.skipped[: sources.NAMED - 1], name]
         return None
 
@@ -286,8 +256,8 @@ def _estimated(characters: np.ndarray, tokens: np.ndarray, of_characters: np.nda
     estimated[:, 0][characters[:, 0] == 0] = 0
     prompt, longest = estimated[:, 0], estimated[:, 1:].max(axis=1)
     over = prompt + longest > max_length
-    kept = np.maximum(max_length - longest, np.minimum(prompt, max(1, max_length // 4)))
-    estimated[over, 0] = np.minimum(kept, prompt)[over]
+    room = np.maximum(max_length - longest, np.minimum(prompt, max(1, max_length // 4)))
+    estimated[over, 0] = np.minimum(room, prompt)[over]
     estimated[over, 1:] = np.minimum(estimated[over, 1:], max_length - estimated[over, :1])
     estimated[:, 1:] = np.maximum(estimated[:, 1:], 2)  # a text's first token is not scored
     return estimated.astype(np.int32)

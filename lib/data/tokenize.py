@@ -18,8 +18,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lib.config.settings import DataSettings
-from lib.data.chat import EMPTY_THINKING, SENTINEL, ChatTemplate, Rendering, has_reasoning, said
-from lib.data.record_formats import JSON, Chat, Message, Plain, Unusable, check_messages, check_tools
+from lib.data.chat import EMPTY_THINKING, SENTINEL, ChatTemplate, Rendering, assistant_message, has_reasoning
+from lib.data.record_formats import JSON, Chat, Message, Plain, Unusable, bounds_of, check_messages, check_tools
 from lib.data.tokenizer import SPECIMEN, TextTokens, Tokenizer
 from lib.errors import UserError
 
@@ -57,11 +57,11 @@ def truncate(
     longest = max(map(len, completions))
     if len(prompt) + longest <= max_length:
         return prompt, completions, False
-    kept = _prompt_room(len(prompt), longest, max_length)
-    if kept < len(prompt):
+    room = _prompt_room(len(prompt), longest, max_length)
+    if room < len(prompt):
         has_bos = prompt[0] == bos_token_id
-        prompt = prompt[:has_bos] + prompt[len(prompt) - kept + has_bos :]
-    return prompt, [completion[: max_length - kept] for completion in completions], True
+        prompt = prompt[:has_bos] + prompt[len(prompt) - room + has_bos :]
+    return prompt, [completion[: max_length - room] for completion in completions], True
 
 
 def _most_of_prompt(longest: int, max_length: int) -> int:
@@ -74,15 +74,15 @@ def _shortened(chat: Chat, size: Callable[[Chat], int], longest: int, max_length
 
     size: tokens of a chat's prompt. longest: tokens of the longest completion.
     """
-    asked = [index for index, message in enumerate(chat.prompt) if message["role"] == "user"]
-    opening = [m for m in chat.prompt[: (asked or [0])[0]] if m["role"] in ("system", "developer")]
-    exchanges = [chat, *(replace(chat, prompt=[*opening, *chat.prompt[start:]]) for start in asked[1:])]
-    last, at = exchanges[-1].prompt, len(exchanges[-1].prompt) - len(chat.prompt) + (asked or [0])[-1]
-    text = last[at]["content"] if asked else None
-    question = text if isinstance(text, str) else ""
+    questions = [index for index, message in enumerate(chat.prompt) if message["role"] == "user"]
+    first, *later = questions or [0]
+    opening = [m for m in chat.prompt[:first] if m["role"] in ("system", "developer")]
+    exchanges = [chat, *(replace(chat, prompt=[*opening, *chat.prompt[start:]]) for start in later)]
+    last, at = exchanges[-1].prompt, len(exchanges[-1].prompt) - len(chat.prompt) + [first, *later][-1]
+    content = last[at]["content"] if questions else ""
+    question = content if isinstance(content, str) else ""
     words = [i for i in range(1, len(question)) if question[i - 1].isspace() and not question[i].isspace()]
-    starts = words or list(range(1, len(question)))  # some languages write without spaces
-    count, most = len(exchanges) + len(starts), _most_of_prompt(longest, max_length)
+    starts = words or range(1, len(question))  # some languages write without spaces
 
     def form(number: int) -> Chat:
         if number < len(exchanges):
@@ -90,18 +90,17 @@ def _shortened(chat: Chat, size: Callable[[Chat], int], longest: int, max_length
         shorter: Message = {**last[at], "content": question[starts[number - len(exchanges)] :]}
         return replace(chat, prompt=[*last[:at], shorter, *last[at + 1 :]])
 
-    # The forms to choose from, the longest first, and the room that a prompt has.
-    whole, ways = len(exchanges), [(len(exchanges), count, most)]
-    if any(len(answer) > 1 for answer in chat.completions):
-        ways = [(1, whole, max_length - longest), (0, whole, most), *ways]
-    else:
+    # Which forms may be taken, the longest first, and the tokens that a prompt may have then.
+    whole, count, most = len(exchanges), len(exchanges) + len(starts), _most_of_prompt(longest, max_length)
+    choices = [(1, whole, max_length - longest), (0, whole, most), (whole, count, most)]
+    if all(len(answer) == 1 for answer in chat.completions):
         room = _prompt_room(size(chat), longest, max_length)
-        ways = [(0, whole, room), (whole, count, room), (whole - 1, whole, most), *ways]
-    for start, end, room in ways:
-        numbers = range(start, end)
-        fitting = bisect.bisect_left(numbers, True, key=lambda number: size(form(number)) <= room)  # noqa: B023
-        if fitting < len(numbers):
-            return form(numbers[fitting])
+        choices = [(0, whole, room), (whole, count, room), (whole - 1, count, most)]
+    for start, end, room in choices:
+        fits = lambda number, room=room: size(form(number)) <= room  # noqa: E731
+        fitting = bisect.bisect_left(range(end), True, start, key=fits)
+        if fitting < end:
+            return form(fitting)
     return exchanges[-1]
 
 
@@ -126,7 +125,7 @@ class Encoder:
         self._eos_token_id: int = end_id
         end_ids = getattr(tokenizer, "eos_token_ids", None)
         ends = {end_id, of_tokenizer, *(end_ids if isinstance(end_ids, set) else ())}
-        self._known_ends: set[int] = {token for token in ends if token is not None}
+        self._stated_ends: set[int] = {token for token in ends if token is not None}
         self.notes: dict[str, None] = {}  # what was noticed of texts and template, a line each
         marks = sorted(mark for mark in self.template.marks if mark.startswith("<"))
         if unknown := ", ".join(mark for mark in marks if len(self.tokens.ids(mark)) > 1):
@@ -141,11 +140,11 @@ class Encoder:
         ends a question, too: Phi-3's <|end|>, before the <|endoftext|> that its tokenizer names.
         """
         if not self.template.is_used:
-            return self._known_ends
+            return self._stated_ends
         added = [token for token in self._suffix(thinks=False) if token in self.tokens.added]
         question = self.template.text_of([{"role": "user", "content": SENTINEL}]).partition(SENTINEL)[2]
         ends = {token for token in added[:1] if token in self.tokens.ids(question)}
-        return self._known_ends | ends | set(() if self._known_ends & {*added} else added[-1:])
+        return self._stated_ends | ends | set(() if self._stated_ends & {*added} else added[-1:])
 
     @cached_property
     def turn_end_id(self) -> int:
@@ -157,20 +156,20 @@ class Encoder:
         inner = getattr(self.tokens.inner, "backend_tokenizer", None)
         stored = "" if inner is None else inner.to_str()
         template = self.template.fingerprint() if self.template.is_used else ""
-        made = [self.tokens.ids(SPECIMEN), self.tokens.opening, self._eos_token_id, sorted(self.end_ids)]
-        return hashlib.sha256(f"{stored} {template} {made}".encode()).hexdigest()
+        tokens = [self.tokens.ids(SPECIMEN), self.tokens.opening, self._eos_token_id, sorted(self.end_ids)]
+        return hashlib.sha256(f"{stored} {template} {tokens}".encode()).hexdigest()
 
     def stop_generation(self) -> None:
         """Makes mlx-lm's wrapper end answers at the template's end of turn, too."""
         if isinstance(getattr(self.tokenizer, "eos_token_ids", None), set):
             self.tokenizer.eos_token_ids |= self.end_ids
 
-    def prompt_ids(self, prompt: str | list[Message]) -> list[int]:
+    def prompt_ids(self, prompt: str) -> list[int]:
         """Token ids of a prompt alone, as training encodes it. Raises UserError: the chat template refuses it."""
         try:
-            return self.encoded(Plain(prompt, (), "") if isinstance(prompt, str) else Chat(prompt, (), "")).prompt
+            return self.encoded(Plain(prompt, (), "")).prompt
         except Unusable as why:
-            raise UserError(f"prompt {str(prompt)[:60]!r}: {why}") from None
+            raise UserError(f"prompt {prompt[:60]!r}: {why}") from None
 
     def encoded(self, example: Plain | Chat) -> Encoded:
         """Ids of an example's prompt and of its completions, end token included. Raises Unusable."""
@@ -182,12 +181,13 @@ class Encoder:
         chat = self._choose_form(example)
         if not isinstance(chat, Chat) or not encoded.completions:
             return encoded
-        longest, tokens = max(map(len, encoded.completions)), len(encoded.prompt)
+        longest = max(map(len, encoded.completions))
 
         def size(other: Chat) -> int:
             with contextlib.suppress(Unusable):
-                return tokens if other is chat else len(self.tokens.ids(self.template.render(other).prompt))
-            return tokens
+                if other is not chat:
+                    return len(self.tokens.ids(self.template.render(other).prompt))
+            return len(encoded.prompt)
 
         shorter = _shortened(chat, size, longest, max_length)
         if shorter is not chat:
@@ -206,38 +206,38 @@ class Encoder:
         """Chat where there is a template, and a prompt to put into it; plain otherwise. Raises Unusable."""
         template = self.template
         if not template.is_used:
-            if isinstance(example, Plain):
-                return example
-            parts = [example.prompt, *example.completions]
-            is_text = all(len(part) == 1 and isinstance(part[0].get("content"), str) for part in parts)
-            if template.settings.chat_template is not False or not is_text or example.tools:
-                raise Unusable(
-                    "a chat needs a chat template; give one with data.chat_template=FILE (data.chat_template=false "
-                    "takes a question and an answer as plain text)"
-                )
-            asked, *texts = (part[0]["content"] for part in parts)
-            return Plain(asked, tuple(texts), example.columns)
+            return example if isinstance(example, Plain) else self._as_plain(example)
         if isinstance(example, Chat):
-            messages = itertools.chain(example.prompt, *example.completions)
-            texts = [message.get("content") or "" for message in messages]
+            texts = [message.get("content") or "" for message in itertools.chain(example.prompt, *example.completions)]
         else:
             texts = [text for text in (example.prompt, *example.completions) if text is not None]
             if template.is_rendered(texts[0]):
                 note = "texts carry the chat template's marks already: taken as they are, not rendered again"
                 self.notes[note] = None
                 return example
-            if (foreign := template.first_mark(texts[0])).startswith("<"):
-                self.notes[
-                    f"texts begin with {foreign}, which the chat template does not have; it is rendered as text"
-                ] = None
+            if (mark := template.first_mark(texts[0])).startswith("<"):
+                note = f"texts begin with {mark}, which the chat template does not have; it is rendered as text"
+                self.notes[note] = None
         if (bad := next(filter(template.is_rendered, texts), None)) is not None:
             raise Unusable(
                 f"{bad[:40]!r} carries the chat template's marks already; give the whole prompt so, or no part of it"
             )
         if isinstance(example, Chat) or example.prompt is None:
             return example
-        answers = tuple([said(text)] for text in example.completions)
+        answers = tuple([assistant_message(text)] for text in example.completions)
         return Chat([{"role": "user", "content": example.prompt}], answers, example.columns)
+
+    def _as_plain(self, chat: Chat) -> Plain:
+        """A question and its answers as text, where data.chat_template=false asks for it. Raises Unusable."""
+        contents = [part[0].get("content") for part in (chat.prompt, *chat.completions) if len(part) == 1]
+        texts = [content for content in contents if isinstance(content, str)]
+        is_text = len(texts) == 1 + len(chat.completions) and not chat.tools
+        if self.template.settings.chat_template is not False or not is_text:
+            raise Unusable(
+                "a chat needs a chat template; give one with data.chat_template=FILE (data.chat_template=false takes a "
+                "question and an answer as plain text)"
+            )
+        return Plain(texts[0], tuple(texts[1:]), chat.columns)
 
     def _encode_plain(self, example: Plain) -> Encoded:
         """Text as it is: the prompt alone, as inference sends it, and each completion as its continuation."""
@@ -250,7 +250,7 @@ class Encoder:
             prompt = opening + prompt
         is_turn = self.template.is_used and self.template.is_rendered(example.prompt or "")
         # A text that is nothing stays so: it is refused.
-        return Encoded(prompt, [self._to_end(ids, is_turn) if ids else ids for ids in completions])
+        return Encoded(prompt, [ids and self._to_end(ids, is_turn) for ids in completions])
 
     def _to_end(self, ids: list[int], is_turn: bool = False) -> list[int]:
         """Up to the first of the trailing ends of turn, blanks between them; with one, where there is none."""
@@ -258,50 +258,47 @@ class Encoder:
         while index > 0 and (ids[index - 1] in self.end_ids or self.tokens.is_blank(ids[index - 1])):
             index -= 1
             cut = index + 1 if ids[index] in self.end_ids else cut
-        end = self.turn_end_id if is_turn else self._eos_token_id
-        return ids[:cut] if cut is not None else [*ids, end]
+        return ids[:cut] if cut else [*ids, self.turn_end_id if is_turn else self._eos_token_id]
 
     # ---- Chats
 
     def _encode_chat(self, chat: Chat) -> Encoded:
-        made = self.template.render(chat)
-        if marked := self._as_marked(made):
+        rendering = self.template.render(chat)
+        if marked := self._as_marked(rendering):
             return marked
-        finished = [self._finish(made, k) for k in range(len(made.wholes))]
-        learnt = [mask or [True] * len(completion) for completion, mask in finished]
-        masks = None if all(map(all, learnt)) else learnt
-        return Encoded(self.tokens.ids(made.prompt), [ids for ids, _ in finished], masks)
+        completions = [self._finish(rendering, k) for k in range(len(rendering.wholes))]
+        masks = [mask for _, mask in completions]
+        learnt = None if all(map(all, masks)) else masks
+        return Encoded(self.tokens.ids(rendering.prompt), [ids for ids, _ in completions], learnt)
 
     # ---- Where a completion begins
 
-    def _place_of_completion(self, made: Rendering, k: int) -> tuple[str, int]:
+    def _place_of_completion(self, rendering: Rendering, k: int) -> tuple[str, int]:
         """The text of completion k's whole conversation, and where in it the completion begins."""
-        chat, whole = made.chat, made.wholes[k]
+        chat, whole, prompt = rendering.chat, rendering.wholes[k], rendering.prompt
         answer = chat.completions[k]
-        if whole.startswith(made.prompt):
-            return whole, len(made.prompt)
-        place = self.template.place_of(chat, [*chat.prompt, *answer], len(chat.prompt), whole)
-        if place is not None:
+        if whole.startswith(prompt):
+            return whole, len(prompt)
+        if place := self.template.place_of(chat, [*chat.prompt, *answer], len(chat.prompt), whole):
             low, high = place
             stop = high + self._end_of_turn(whole[high:]) if len(answer) == 1 else len(whole)
-            return whole[:stop], self._behind_header(made.prompt, whole, low)
+            return whole[:stop], self._behind_header(prompt, whole, low)
         # A call without a text, or an answer that the template takes apart: what a plain answer has before it.
-        other = self.template.apply_or_none(chat, [*chat.prompt, said(SENTINEL)]) or SENTINEL
-        before = other.partition(SENTINEL)[0]
-        is_before = before and whole.startswith(before)
-        start = self._behind_header(made.prompt, whole, len(before)) if is_before else self._common(made.prompt, whole)
-        return whole, start
+        plain = self.template.apply_or_none(chat, [*chat.prompt, assistant_message(SENTINEL)]) or SENTINEL
+        before = plain.partition(SENTINEL)[0]
+        if before and whole.startswith(before):
+            return whole, self._behind_header(prompt, whole, len(before))
+        return whole, self._common(prompt, whole)
 
-    def _end_of_turn(self, behind: str) -> int:
+    def _end_of_turn(self, suffix: str) -> int:
         """Where in the text behind an answer the first token that ends the turn ends; all of it, where none does."""
         ends = [self.tokens.special.get(token, "") for token in self.end_ids]
-        return min((behind.find(text) + len(text) for text in ends if text and text in behind), default=len(behind))
+        return min((suffix.find(text) + len(text) for text in ends if text and text in suffix), default=len(suffix))
 
     def _common(self, prompt: str, whole: str) -> int:
         """Where the first token of the whole begins that is not the prompt's."""
-        of_prompt, (of_whole, begins) = self.tokens.ids(prompt), self.tokens.starts(whole)
-        count = len(os.path.commonprefix([of_prompt, of_whole]))
-        return begins[count] if count < len(begins) else len(whole)
+        of_whole, begins = self.tokens.starts(whole)
+        return [*begins, len(whole)][len(os.path.commonprefix([self.tokens.ids(prompt), of_whole]))]
 
     def _behind_header(self, prompt: str, whole: str, start: int) -> int:
         """Where the model's own begins, of a whole that leaves the prompt's text before the answer's `start`.
@@ -319,45 +316,46 @@ class Encoder:
 
     # ---- Where it ends, and what of it is learnt
 
-    def _finish(self, made: Rendering, k: int) -> tuple[list[int], list[bool] | None]:
-        """A completion up to its end of turn, and which of its tokens are learnt, None for all. Raises Unusable."""
-        whole, start = self._place_of_completion(made, k)
-        ids, answer, learnt = self.tokens.behind(whole, start), made.chat.completions[k], _learnt(made.chat, k)
+    def _finish(self, rendering: Rendering, k: int) -> tuple[list[int], list[bool]]:
+        """A completion up to its end of turn, and which of its tokens are learnt. Raises Unusable."""
+        (whole, start), answer = self._place_of_completion(rendering, k), rendering.chat.completions[k]
+        ids, learnt = self.tokens.behind(whole, start), _learnt(rendering.chat, k)
         is_whole = all(learnt) and not all(map(_is_model, answer))  # data.learn=all: every token, headers, too
         if not is_whole and (len(answer) > 1 or not all(learnt)):
-            return self._finish_turns(made, k, ids)
-        ids = self._ended(ids)
-        written = start if is_whole else _written_by_template(made.wholes[k], start, answer[0])
-        if written == start:
-            return ids, None
-        count = len(ids) - len(self._ended(self.tokens.behind(made.wholes[k], written)))
-        return ids, [index >= count for index in range(len(ids))]
+            return self._finish_turns(rendering, k, ids)
+        ids, unlearnt, whole = self._ended(ids), 0, rendering.wholes[k]
+        written = start if is_whole else _written_by_template(whole, start, answer[0])
+        if written != start:
+            unlearnt = len(ids) - len(self._ended(self.tokens.behind(whole, written)))
+        return ids, [index >= unlearnt for index in range(len(ids))]
 
     def _ended(self, ids: list[int]) -> list[int]:
         """Up to the first token of the trailing ones that ends the turn; with one, where the template wrote none."""
-        for written in self._written_behind:
-            if ids[-len(written) :] == written:
-                ids = ids[: -len(written)]
+        for suffix in self._written_behind:
+            if ids[-len(suffix) :] == suffix:
+                ids = ids[: -len(suffix)]
         return self._to_end(ids)
 
-    def _finish_turns(self, made: Rendering, k: int, ids: list[int]) -> tuple[list[int], list[bool]]:
+    def _finish_turns(self, rendering: Rendering, k: int, ids: list[int]) -> tuple[list[int], list[bool]]:
         """A completion of several messages: up to the last token that is learnt. Raises Unusable."""
-        every, begins = self.tokens.starts(made.wholes[k])
+        every, begins = self.tokens.starts(rendering.wholes[k])
         first = len(every) - len(ids)
         if every[first:] != ids:
             raise Unusable("its turns cannot be separated: the prompt's end and the answer's begin share a token")
-        spans = self._spans(made, k)
-        learnt = [any(low <= at < high for low, high in spans) for at in begins]
-        for _, high in spans:  # and where generation stops, if only special tokens stand between it and the text
-            behind = bisect.bisect_left(begins, high)
-            is_end = [token in self.end_ids or not self._is_filler(token) for token in every[behind:]]
-            end = behind + is_end.index(True) if True in is_end else len(every)
+        learnt = [False] * len(every)
+        for low, high in self._spans(rendering, k):
+            end = behind = bisect.bisect_left(begins, high)
+            # And where generation stops, if only special tokens stand between it and the text.
+            while end < len(every) and every[end] not in self.end_ids and self._is_filler(every[end]):
+                end += 1
             if end < len(every) and every[end] in self.end_ids:
-                learnt[behind : end + 1] = [True] * (end + 1 - behind)
+                behind = end + 1
+            start = bisect.bisect_left(begins, low)
+            learnt[start:behind] = [True] * (behind - start)
         learnt = learnt[first:]
         if not any(learnt):
             raise Unusable("none of its tokens is learnt")
-        length = len(learnt) - learnt[::-1].index(True)
+        _, length = bounds_of(learnt)
         if length == len(ids) and ids[-1] not in self.end_ids:
             return [*ids, self._eos_token_id], [*learnt, True]
         return ids[:length], learnt[:length]
@@ -365,41 +363,41 @@ class Encoder:
     def _is_filler(self, token: int) -> bool:
         return self.tokens.is_blank(token) or token in self.tokens.special
 
-    def _as_marked(self, made: Rendering) -> Encoded | None:
+    def _as_marked(self, rendering: Rendering) -> Encoded | None:
         """A conversation of which is learnt what the template marks as the model's; None where it marks nothing."""
-        chat = made.chat
-        if not GENERATION.search(self.template.text) or chat.learnt is None or len(made.wholes) != 1:
+        chat = rendering.chat
+        if not GENERATION.search(self.template.text) or chat.learnt is None or len(rendering.wholes) != 1:
             return None
-        messages, wanted = [*chat.prompt, *chat.completions[0]], [*[False] * len(chat.prompt), *_learnt(chat, 0)]
+        messages, wanted = [*chat.prompt, *chat.completions[0]], [*[False] * len(chat.prompt), *chat.learnt[0]]
         if not all(map(_is_model, itertools.compress(messages, wanted))):
             return None
         spans = self.template.marked(chat, messages)
         of_model = list(itertools.compress(wanted, map(_is_model, messages)))
         if all(of_model):
             of_model = [True] * len(spans)  # Phi-3's template marks an end of the text, too
-        ids, begins = self.tokens.starts(made.wholes[0])
+        ids, begins = self.tokens.starts(rendering.wholes[0])
         learnt = [False] * len(ids)
         for low, high in itertools.compress(spans, of_model if len(spans) == len(of_model) else ()):
             first, last = bisect.bisect_right(begins, low) - 1, bisect.bisect_left(begins, high)
             learnt[first:last] = [True] * (last - first)
         if not any(learnt):
             return None
-        start, stop = learnt.index(True), len(learnt) - learnt[::-1].index(True)
-        mask = learnt[start:stop]
-        return Encoded(ids[:start], [ids[start:stop]], None if all(mask) else [mask])
+        start, stop = bounds_of(learnt)
+        return Encoded(ids[:start], [ids[start:stop]], None if all(learnt[start:stop]) else [learnt[start:stop]])
 
-    def _spans(self, made: Rendering, k: int) -> list[tuple[int, int]]:
+    def _spans(self, rendering: Rendering, k: int) -> list[tuple[int, int]]:
         """Begin and end in the text of what the model writes in learnt messages, by rendering what comes before."""
-        chat, whole, spans = made.chat, made.wholes[k], list[tuple[int, int]]()
+        chat, whole, spans = rendering.chat, rendering.wholes[k], list[tuple[int, int]]()
         messages = [*chat.prompt, *chat.completions[k]]
         for index in itertools.compress(range(len(chat.prompt), len(messages)), _learnt(chat, k)):
+            message = messages[index]
             low, high = self.template.place_of(chat, messages, index, whole) or (-1, -1)
-            if high < 0 or messages[index].get("tool_calls"):
+            if high < 0 or message.get("tool_calls"):
                 high = self._end_of(self.template.apply(chat, messages[: index + 1]), whole)
-            header = self.template.apply_or_none(chat, messages[:index], is_prompt=_is_model(messages[index]))
+            header = self.template.apply_or_none(chat, messages[:index], is_prompt=_is_model(message))
             if header is not None and whole.startswith(header):
-                low = _written_by_template(whole, len(header), messages[index])
-            if low < 0 or high <= low:
+                low = _written_by_template(whole, len(header), message)
+            if not 0 <= low < high:
                 raise Unusable(
                     f"message {index + 1}: the chat template writes it differently once others follow, so that its "
                     "tokens cannot be found; data.learn=last learns the last answer alone"
@@ -409,28 +407,28 @@ class Encoder:
 
     def _end_of(self, until: str, whole: str) -> int:
         """Where in the whole the last message of the text `until` ends, without the end of its turn."""
-        common = len(os.path.commonprefix([until, whole]))
-        ids, begins = self.tokens.starts(whole[:common])
-        while ids and (ids[-1] in self.end_ids or self._is_filler(ids[-1])):
-            common = begins[-1]
-            ids, begins = ids[:-1], begins[:-1]
-        return common
+        common = os.path.commonprefix([until, whole])
+        end = len(common)
+        for token, begin in zip(*map(reversed, self.tokens.starts(common)), strict=True):
+            if token not in self.end_ids and not self._is_filler(token):
+                break
+            end = begin
+        return end
 
     @cached_property
     def _written_behind(self) -> list[list[int]]:
         """What the template writes behind an answer's end of turn, as Command-R7B's opens another turn; mostly none."""
-        found = []
-        for suffix in (self._suffix(thinks=True), self._suffix(thinks=False)):
-            end = next((i for i, token in enumerate(suffix) if token in self.end_ids), len(suffix))
-            behind = suffix[end + 1 :]
-            if not all(token in self.end_ids or self.tokens.is_blank(token) for token in behind):
-                found.append(behind)
-        return found
+        written = []
+        for suffix in map(self._suffix, (True, False)):
+            end = next((i for i, token in enumerate(suffix, 1) if token in self.end_ids), len(suffix))
+            if not all(token in self.end_ids or self.tokens.is_blank(token) for token in suffix[end:]):
+                written.append(suffix[end:])
+        return written
 
     def _suffix(self, thinks: bool) -> list[int]:
         """What stands behind a plain answer."""
         arguments = {"enable_thinking": thinks, **self.template.settings.chat_template_kwargs}
-        text = self.template.text_of([{"role": "user", "content": "a"}, said(SENTINEL)], **arguments)
+        text = self.template.text_of([{"role": "user", "content": "a"}, assistant_message(SENTINEL)], **arguments)
         return self.tokens.ids(text.partition(SENTINEL)[2])
 
 
@@ -441,9 +439,9 @@ def _written_by_template(whole: str, start: int, message: Message) -> int:
         return start
     behind = whole[match.end() :]
     for text in filter(None, (content, content.lstrip())):
-        before, found, _ = behind.partition(text)
-        if found and not before.strip():
-            return match.end() + len(before)
+        blanks, separator, _ = behind.partition(text)
+        if separator and not blanks.strip():
+            return match.end() + len(blanks)
     return match.end()
 
 
@@ -472,8 +470,10 @@ def render_prompt(
     refuses it or leaves part of it out.
     """
     try:
-        checked, known = check_messages(messages, "messages"), check_tools(tools, "tools")
-        ids = encoder.encoded(Chat(checked, (), "messages", None, known, arguments or {})).prompt
+        chat = Chat(
+            check_messages(messages, "messages"), (), "messages", None, check_tools(tools, "tools"), arguments or {}
+        )
+        ids = encoder.encoded(chat).prompt
     except Unusable as why:
         raise UserError(str(why)) from None
     return RenderedPrompt(encoder.tokenizer.decode(ids), ids)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -117,14 +117,14 @@ class Collector:
             prompts = [Prompt(rows[i], self.prompts.ids[rows[i]]) for i in part]
             with world.workers.together("answers of a round", passes):
                 samples = self.sampler.sample(prompts, (self.config.train.seed, number), is_wanted)
-            facts = {"round": number, "policy": policy}
-            made = [
-                facts
-                | {"place": self.prompts.records.location(sample.prompt_id)}
-                | {name: getattr(sample, name) for name in OF_SAMPLE}
-                for sample in samples
-            ]
-            return None if len(samples) < passes else [json.dumps(line, ensure_ascii=False) for line in made]
+            if len(samples) < passes:
+                return None
+            written = list[str]()
+            for sample in samples:
+                facts = {"round": number, "policy": policy, "place": self.prompts.records.location(sample.prompt_id)}
+                facts |= {name: getattr(sample, name) for name in OF_SAMPLE}
+                written.append(json.dumps(facts, ensure_ascii=False))
+            return written
 
         pull(job, world, lines, queue=queue)
 
@@ -135,15 +135,17 @@ class Collector:
             texts = [answer.text for answer in self._lines(number, SAMPLES, Answer)]
 
         def lines(part: range) -> Lines:
-            of_rows = {rows[i]: texts[i * count : (i + 1) * count] for i in part}
-            asked = (self.prompts, self.config, self.sampler.tokenizer)
-            scored = scores_of(self.judge, [question_of(row, each, *asked) for row, each in of_rows.items()])
-            made = [
-                ScoreLine(prompt_id=row, k=k, score=of.score, fault=of.fault)
-                for row, of_row in zip(of_rows, scored, strict=True)
+            questions = [
+                question_of(
+                    rows[i], texts[i * count : (i + 1) * count], self.prompts, self.config, self.sampler.tokenizer
+                )
+                for i in part
+            ]
+            return [
+                json.dumps({"prompt_id": rows[i], "k": k, "score": of.score, "fault": of.fault}, ensure_ascii=False)
+                for i, of_row in zip(part, scores_of(self.judge, questions), strict=True)
                 for k, of in enumerate(of_row)
             ]
-            return [json.dumps(asdict(line), ensure_ascii=False) for line in made]
 
         return lines
 
@@ -203,12 +205,12 @@ def policy_of(folder: Path) -> str:
 
 def _watch(queue: WorkQueue, chunk: int) -> Callable[[], bool]:
     """A function, cheap to call, that says whether no other rank has finished a chunk that is in hand."""
-    asked, wanted = time.monotonic(), True
+    last, wanted = time.monotonic(), True
 
     def is_wanted() -> bool:
-        nonlocal asked, wanted
-        if wanted and time.monotonic() - asked > ASK_SECONDS:
-            wanted, asked = queue.is_wanted(chunk), time.monotonic()
+        nonlocal last, wanted
+        if wanted and time.monotonic() - last > ASK_SECONDS:
+            wanted, last = queue.is_wanted(chunk), time.monotonic()
         return wanted
 
     return is_wanted
@@ -227,10 +229,9 @@ def spread(path: Path, world: World, keeps_disk: bool) -> None:
     """Gives rank 0's file to every disk that lacks it. Raises AgreedError: a disk is full or not writable."""
     if not any(world.gather_text("" if path.exists() else "missing", f"who has {path.name}")):
         return
-    own = path.read_bytes() if world.rank == 0 else b""
-    size = int(world.broadcast_text(str(len(own))))
-    content = mx.array(np.frombuffer(own or bytes(size), np.uint8))
-    content = np.array(world.broadcast({"content": content})["content"])
+    content = path.read_bytes() if world.rank == 0 else b""
+    size = int(world.broadcast_text(str(len(content))))
+    array = world.broadcast({"content": mx.array(np.frombuffer(content or bytes(size), np.uint8))})["content"]
     with world.agreeing(f"keeping {path.name}"):
         if world.rank and keeps_disk and not path.exists():
-            files.write_atomically(path, content.tobytes())
+            files.write_atomically(path, np.array(array).tobytes())

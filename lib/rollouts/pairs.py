@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
@@ -48,8 +49,8 @@ def pairs_of(group: Group, settings: RolloutSettings) -> list[Pair]:
     answers, of equal scores the first that was drawn; with a margin every two whose scores differ by it. An answer that
     was drawn several times counts once. With `mask_truncated` one that rollouts.max_tokens cut does not count."""
     cut = "length" if settings.mask_truncated else None
-    known = [(answer, answer.score) for answer in group.answers if answer.score is not None and answer.finish != cut]
-    distinct = {tuple(answer.tokens): (answer, score) for answer, score in reversed(known)}
+    graded = [(answer, answer.score) for answer in group.answers if answer.score is not None and answer.finish != cut]
+    distinct = {tuple(answer.tokens): (answer, score) for answer, score in reversed(graded)}
     scored = sorted(distinct.values(), key=lambda each: each[0].k)
     if not settings.margin and scored:
         scored = [max(scored, key=lambda each: each[1]), min(scored, key=lambda each: each[1])]
@@ -64,7 +65,7 @@ def groups_of(groups: Sequence[Group], settings: RolloutSettings) -> list[Sample
     """What train.loss=grpo learns from: the answers that have a score; nothing where no prompt teaches anything. A
     prompt does whose scores differ, and of which some answer is learnt. `filter_groups` leaves out the prompts whose
     scores agree, `mask_truncated` the tokens of answers that were cut."""
-    kept, teaches, masks = [], False, settings.mask_truncated
+    sampled, teaches, masks = list[SampledGroup](), False, settings.mask_truncated
     for group in groups:
         answers = group.answers
         scored = [answer for answer in answers if answer.score is not None]
@@ -73,8 +74,8 @@ def groups_of(groups: Sequence[Group], settings: RolloutSettings) -> list[Sample
         if scored and (differ or not settings.filter_groups):
             mask = [[answer.finish != "length"] * len(answer.tokens) for answer in answers] if masks else None
             tokens, rewards, logps = zip(*((of.tokens, of.score, of.logps) for of in answers), strict=True)
-            kept.append(SampledGroup(group.prompt_tokens, [*tokens], [*rewards], logps=[*logps], mask=mask))
-    return kept if teaches else []
+            sampled.append(SampledGroup(group.prompt_tokens, [*tokens], [*rewards], logps=[*logps], mask=mask))
+    return sampled if teaches else []
 
 
 def why_nothing(groups: Sequence[Group], settings: RolloutSettings) -> str:
@@ -133,7 +134,7 @@ LEAST_ENTROPY = 0.1  # of the first round's: nearly every answer is the same the
 
 @dataclass(frozen=True)
 class RoundFigures:
-    """What is known of a finished round. held_out: after it, by the names of HELD_OUT; before the first round there is
+    """The figures of a finished round. held_out: after it, by the names of HELD_OUT; before the first round there is
     one with number 0."""
 
     round: int
@@ -160,13 +161,13 @@ def line_of(round_: RoundFigures, settings: RolloutSettings) -> str:
 
 
 def losses_of(rounds: Sequence[RoundFigures], latest: Mapping[str, float | None], tolerance: float | None) -> list[str]:
-    """Why a round is to be undone: each held-out figure that is below the best kept one by more than the tolerance.
+    """Why a round is to be undone: each held-out figure that is below the best valid one by more than the tolerance.
     rounds: those before it."""
     losses: list[str] = []
     for name, shown in HELD_OUT.items() if tolerance is not None else ():
-        known = [(value, -of.round) for of in rounds if not of.undone and (value := of.held_out.get(name)) is not None]
-        best, before = max(known, default=(0.0, 0))
-        if known and (after := latest.get(name)) is not None and after < best - (tolerance or 0.0):
+        values = [(value, -of.round) for of in rounds if not of.undone and (value := of.held_out.get(name)) is not None]
+        best, before = max(values, default=(-math.inf, 0))
+        if (after := latest.get(name)) is not None and after < best - (tolerance or 0.0):
             losses.append(f"{shown} {best:.4g} (after round {-before}) ➜ {after:.4g}")
     return losses
 

@@ -21,7 +21,7 @@ from lib.data.groups import groups_in_memory
 from lib.data.prompts import Prompts
 from lib.data.record_formats import ANSWER
 from lib.distributed.world import World
-from lib.errors import AgreedError, UserError
+from lib.errors import AgreedError, UserError, in_one_line
 from lib.evaluate.evaluator import Evaluator
 from lib.evaluate.exact_match import greedy
 from lib.evaluate.judges import Judge, judge_of, scores_of
@@ -94,10 +94,10 @@ class Rounds:
         """Takes all rounds that are left."""
         for number in range(self._recall() + 1, self.settings.rounds + 1):
             self._round(number)
-        self.loop.final_step = self.run.progress.best_step = self._kept().round * self.steps
+        self.loop.final_step = self.run.progress.best_step = self._last_valid().round * self.steps
 
     def _recall(self) -> int:
-        """Takes up what is known of the rounds so far, and returns the last that is finished."""
+        """Reads the verdicts of the rounds so far, and returns the last round that is finished."""
         run, step, reader = self.run, self.run.progress.step, TypeAdapter(RoundFigures)
         if not run.progress.before:
             self.loop.evaluate_before()
@@ -108,21 +108,18 @@ class Rounds:
         for number in range(1, step // self.steps + 1):
             path = self._file_of(number)
             text = path.read_text("utf-8", "replace") if run.world.rank == 0 and path.exists() else ""
-            if not (text := run.world.broadcast_text(text)):
+            text = run.world.broadcast_text(text)
+            if not text and number * self.steps == step:  # a fault came before the verdict
                 break
             try:
                 self.history.append(reader.validate_json(text))
             except ValueError as error:
-                fault = str(error).replace("\n", " ")
+                fault = in_one_line(error) if text else "it is missing"
                 raise AgreedError(f"{path} is not what a round writes: {fault}; start a new run") from None
         finished = len(self.history) - 1
-        if finished < (step - 1) // self.steps:
-            missing = f"{self._file_of(finished + 1)} is missing, of a round before step {step}"
-            raise AgreedError(f"{missing}; put it back, or start a new run")
-        if run.lock is not None:
-            for path in (run.folder / "rounds").glob("*/" + ROUND):
-                if path.parent.name.isdecimal() and int(path.parent.name) > finished:
-                    path.unlink()
+        if run.lock is not None:  # verdicts of rounds that a run went back behind
+            for number in range(finished + 1, self.settings.rounds + 1):
+                self._file_of(number).unlink(missing_ok=True)
         if finished:
             self.loop.latest = dict(self.history[-1].held_out)
             if self.history[-1].undone and step == finished * self.steps:  # a fault may have come before that was done
@@ -132,7 +129,7 @@ class Rounds:
     def _round(self, number: int) -> None:
         """One round, from its answers to the verdict."""
         run, first_step = self.run, (number - 1) * self.steps
-        run.steps, run.progress.best_step = number * self.steps, self._kept().round * self.steps
+        run.steps, run.progress.best_step = number * self.steps, self._last_valid().round * self.steps
         if run.model is not self.collector.sampler.model:  # a pipeline's blocks have moved
             sampler = Sampler(run.model, self.collector.sampler.tokenizer, self.settings, world=run.world)
             self.collector = replace(self.collector, world=run.world, sampler=sampler)
@@ -144,14 +141,13 @@ class Rounds:
         data = self._data(number, groups, pairs)
         if data is not None:
             self._prepare(number, data, first_step)
-        if data is not None:
             self.loop.train()
         else:
             run.say.warning(f"round {number}: {why_nothing(groups, self.settings)}; nothing is trained", first_step)
             run.progress.step = run.steps
             if run.reference is not None:  # its turn is the round's, whatever was learnt
                 run.reference.follow(run.progress.step)
-            self.loop.latest = dict(self._kept().held_out)
+            self.loop.latest = dict(self._last_valid().held_out)
             run.save()
         self._judge(replace(figures, held_out=self.loop.latest))
 
@@ -192,9 +188,9 @@ class Rounds:
         run.inputs = replace(run.inputs, data=data)
         if run.local_sgd is not None:
             merger = run.local_sgd.merger
-            kept = run.resumed or {"momentum": merger.momentum, "feedback": merger.feedback}
+            state = run.resumed or {"momentum": merger.momentum, "feedback": merger.feedback}
             run.local_sgd = LocalSGD(run.config, run.world, run.plan, run.model, data.lengths, run.steps, first_step)
-            run.local_sgd.resume(run.progress, kept)
+            run.local_sgd.resume(run.progress, state)
             run.resumed = {}
         self.loop.batches = Batches(run, None)
         self.loop.learner.make = self.loop.batches.make
@@ -204,11 +200,10 @@ class Rounds:
         run, number, tolerance = self.run, figures.round, self.settings.tolerance
         lost = losses_of(self.history, figures.held_out, tolerance)
         self.history.append(replace(figures, undone=bool(lost)))
-        warnings = warnings_of(self.history)
-        for warning in warnings:
-            run.say.warning(f"round {number}: {warning}", run.own_step)
         verdict: dict[str, Any] = {"round": number, "undone": bool(lost), "why": lost}
-        verdict |= {"warnings": warnings, "held_out": figures.held_out}
+        verdict |= {"warnings": warnings_of(self.history), "held_out": figures.held_out}
+        for warning in verdict["warnings"]:
+            run.say.warning(f"round {number}: {warning}", run.own_step)
         samples = figures.samples and asdict(figures.samples)
         run.tracker.record("round", step=run.own_step, **verdict, answers=samples)
         with run.world.agreeing(f"writing {ROUND}"):
@@ -221,20 +216,20 @@ class Rounds:
             self._undo()
 
     def _undo(self) -> None:
-        """Goes back to the weights, the optimizer's state and the merges' momentum of the last round that was kept."""
-        run, kept = self.run, self._kept()
-        path = run.folder / "checkpoints" / f"step-{kept.round * self.steps:08d}"
+        """Goes back to the weights, the optimizer's state and the merges' momentum of the last valid round."""
+        run, valid = self.run, self._last_valid()
+        path = run.folder / "checkpoints" / f"step-{valid.round * self.steps:08d}"
         restore_learned(path, run.model, run.optimizer, run.world)
         if run.reference is not None:
             run.reference.follow(run.progress.step)
         run.feedback.clear()
         if run.local_sgd is not None:  # what the round did to the merges that follow goes with it
-            own, merger, run.resumed = own_part_at(path, run.world), run.local_sgd.merger, {}
-            merger.momentum, merger.feedback = own.get("momentum", {}), own.get("feedback", {})
-        self.loop.latest = dict(kept.held_out)
+            state, merger, run.resumed = own_part_at(path, run.world), run.local_sgd.merger, {}
+            merger.momentum, merger.feedback = state.get("momentum", {}), state.get("feedback", {})
+        self.loop.latest = dict(valid.held_out)
         run.save()
 
-    def _kept(self) -> RoundFigures:
+    def _last_valid(self) -> RoundFigures:
         """The last round that was not undone."""
         return next(of for of in reversed(self.history) if not of.undone)
 

@@ -18,7 +18,7 @@ from lib.data.groups import load_groups
 from lib.data.inspect import facts_of, picture
 from lib.data.prompts import Prompts, Question, load_questions, open_prompts
 from lib.data.record_formats import Unusable
-from lib.data.streaming import StreamedDataset, open_held_out, open_training, with_splits
+from lib.data.streaming import StreamedDataset, open_held_out, open_training
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import Tokenizer, Vocabulary
 from lib.distributed.world import World
@@ -115,17 +115,16 @@ def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         if encoder is None:
             raise UserError(f"rollouts.rounds={config.rollouts.rounds}: {config.model.path} has no tokenizer")
         completions = config.rollouts.samples if config.record_kind == "group" else 2
-        split = with_splits(config.data, say)
+        split = sources.with_splits(config.data, say)
         data, held_out = _prompts(split, config.rollouts, encoder, completions, words, say)
     elif config.record_kind == "group":
-        alone = config.data.model_copy(update={"holdout": 0.5})  # what a folder holds out is left: groups have no loss
-        data = load_groups(with_splits(alone, say), words)
+        data = load_groups(config.data, words, say)
     else:
         kind, mismatched = config.record_kind, losses.needs_mismatched(config.train.loss)
         data = open_training(config.data, kind, of_model, tell=say, mismatched=mismatched, vocabulary=words)
         valid = open_held_out(config.data, kind, of_model, tell=say, mismatched=mismatched, vocabulary=words)
         if data.segments is None:  # else nothing is known of rows that are not fetched
-            sources.require_apart(with_splits(config.data), kind, say)
+            sources.require_apart(sources.with_splits(config.data), kind, say)
     questions = load_questions(config, of_model, words)
     first_row = None
     if of_model is not None and (examples := data.examples([0])):  # in one line, cut at its beginning where it is long
