@@ -30,12 +30,7 @@ from lib.data.tokenize import truncate
 from lib.data.tokenizer import Vocabulary
 from lib.errors import UserError
 
-CORPUS = [
-    "What is 12 + 30?",
-    "The answer is 42.",
-    "Name a colour. Blue, or red.",
-    "Hello there\n\nuser assistant",
-] * 9
+CORPUS = ["What is 12 + 30?", "The answer is 42.", "Name a colour. Blue, or red.", "Hello there\n\nuser assistant"] * 9
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
     "{% for m in messages %}"
@@ -82,17 +77,11 @@ def byte_level(
 
 def sentencepiece(template: str | None = None) -> PreTrainedTokenizerFast:
     """Llama 2's style: a space opens every text, a line break is its own token."""
-    words = [
-        "\n",
-        *["▁", "a", "▁a", "▁What", "▁is", "▁The", "▁answer", "▁42.", "42.", "▁Blue.", "[INST]", "▁[/INST]"],
-    ]
+    words = ["\n", *["▁", "a", "▁a", "▁What", "▁is", "▁The", "▁answer", "▁42.", "42.", "▁Blue.", "[INST]", "▁[/INST]"]]
     vocabulary = {word: index for index, word in enumerate([*SPECIAL, "<unk>", *words])}
     model = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
     model.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Metaspace(prepend_scheme="first"),
-            pre_tokenizers.Split("\n", "isolated"),
-        ]
+        [pre_tokenizers.Metaspace(prepend_scheme="first"), pre_tokenizers.Split("\n", "isolated")]
     )
     model.decoder = decoders.Metaspace(prepend_scheme="first")
     model.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -144,13 +133,7 @@ def texts(dataset: Dataset, tokenizer: Any, row: int = 0) -> list[str]:
         {"prompt": PAIR["prompt"], "chosen": [GOOD], "rejected": [BAD]},
         {"prompt": [USER], "chosen": [GOOD], "rejected": PAIR["rejected"]},
         {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
-        {
-            "prompt": PAIR["prompt"],
-            "chosen": [USER, GOOD],
-            "rejected": [USER, BAD],
-            "score": 3,
-            "source": None,
-        },
+        {"prompt": PAIR["prompt"], "chosen": [USER, GOOD], "rejected": [USER, BAD], "score": 3, "source": None},
         {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
     ],
 )
@@ -177,10 +160,7 @@ def test_without_a_template_texts_stay_plain(load, record, bos):
     example = load([record], tokenizer=tokenizer, **({"chat_template": False} if is_chat else {}))[0]
     assert example.prompt_ids.tolist() == tokenizer.encode(PAIR["prompt"])
     for ids, name in zip(example.completions, ("chosen", "rejected"), strict=True):
-        assert ids.tolist() == [
-            *tokenizer.encode(PAIR[name], add_special_tokens=False),
-            tokenizer.eos_token_id,
-        ]
+        assert ids.tolist() == [*tokenizer.encode(PAIR[name], add_special_tokens=False), tokenizer.eos_token_id]
         assert ids.dtype == np.int32
     off = load([PAIR], tokenizer=byte_level(CORPUS, bos=bos, template=CHATML), chat_template=False)
     assert off[0].prompt_ids.tolist() == example.prompt_ids.tolist()
@@ -217,20 +197,8 @@ def test_a_sentencepiece_completion_begins_without_a_space_of_its_own(load):
     assert names == [["<s>", "▁What", "▁is"], ["42.", "</s>"], ["▁42.", "</s>"]]
     chat = sentencepiece(ALTERNATING.replace("+ ' ' + eos_token", "+ eos_token"))
     example = load([{"prompt": "What is", "chosen": "The answer is 42.", "rejected": "Blue."}], tokenizer=chat)[0]
-    assert chat.convert_ids_to_tokens(example.prompt_ids.tolist()) == [
-        "<s>",
-        "[INST]",
-        "▁What",
-        "▁is",
-        "▁[/INST]",
-    ]
-    assert chat.convert_ids_to_tokens(example.completions[0].tolist()) == [
-        "▁The",
-        "▁answer",
-        "▁is",
-        "▁42.",
-        "</s>",
-    ]
+    assert chat.convert_ids_to_tokens(example.prompt_ids.tolist()) == ["<s>", "[INST]", "▁What", "▁is", "▁[/INST]"]
+    assert chat.convert_ids_to_tokens(example.completions[0].tolist()) == ["▁The", "▁answer", "▁is", "▁42.", "</s>"]
 
 
 @pytest.mark.parametrize(
@@ -397,11 +365,7 @@ def test_truncation_keeps_the_prompts_end_and_the_completions_beginning(limit, p
 BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     (b'{"prompt": "a", "chosen": ', "preference", ["broken JSON at column 26: Expecting value"]),
     (b'{"prompt": "\xff"}', "preference", ["not valid UTF-8: byte 0xff at column 13"]),
-    (
-        b'{"prompt": "\\ud800", "chosen": "a", "rejected": "b"}',
-        "preference",
-        ["'prompt'", "half a surrogate"],
-    ),
+    (b'{"prompt": "\\ud800", "chosen": "a", "rejected": "b"}', "preference", ["'prompt'", "half a surrogate"]),
     (
         b'{"prompt": "a", "chosen": "b", "rejected": "c", "chosen": "d"}',
         "preference",
@@ -429,11 +393,7 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     ({"messages": "hi"}, "sft", ["'messages' is a string"]),
     ({"messages": [USER, GOOD, GOOD]}, "sft", ["the prompt ends with an assistant"]),
     ({"messages": [USER, GOOD, USER, GOOD]}, "sft", ["data.chat_template=FILE"]),
-    (
-        {"prompt": "x?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-        "preference",
-        ["not in the conversation"],
-    ),
+    ({"prompt": "x?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "preference", ["not in the conversation"]),
     (
         PAIR | {"chosen": [USER | {"content": "Else?"}, USER, GOOD]},
         "preference",
@@ -453,11 +413,7 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
     ),
     ({"prompt_ids": "12", "completion_ids": [2]}, "sft", ["prompt_ids: Input should be a valid list, not '12'"]),
     ({"prompt_ids": [1], "completion_ids": []}, "sft", ["empty completion: 'completion_ids'"]),
-    (
-        {"prompt_ids": [1], "completion_ids": [999]},
-        "sft",
-        ["token id 999 is not below the vocabulary's size, 500"],
-    ),
+    ({"prompt_ids": [1], "completion_ids": [999]}, "sft", ["token id 999 is not below the vocabulary's size, 500"]),
     ({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [2]}, "preference", ["the same tokens"]),
     (
         {"prompt_ids": [1] * 40, "chosen_ids": [2] * 64, "rejected_ids": [2] * 63},

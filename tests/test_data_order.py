@@ -6,15 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.data.order import (
-    Position,
-    advance,
-    assign_micro_batches,
-    epoch_order,
-    global_batch,
-    micro_batches,
-    split,
-)
+from lib.data.order import Position, advance, assign_micro_batches, epoch_order, global_batch, micro_batches, split
 
 lengths_lists = st.lists(st.integers(1, 2000), min_size=1, max_size=200).map(np.array)
 shares_lists = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(sum)

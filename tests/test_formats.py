@@ -249,11 +249,7 @@ def test_what_is_learnt_of_a_conversation(
 @pytest.mark.parametrize(
     "messages, learn, words",
     [
-        (
-            [*LONG, user("e")],
-            "last",
-            "ends with a message of 'user', and no answer follows it: give it one",
-        ),
+        ([*LONG, user("e")], "last", "ends with a message of 'user', and no answer follows it: give it one"),
         ([*LONG, user("e")], "assistant", "ends with a message of 'user'"),
         ([user("a"), assistant("b", weight=0)], "last", "nothing of 'messages' is learnt: every message"),
         ([user("a"), assistant("b", weight=0.5)], "last", "messages[1].weight is 0.5, not 0 or 1"),

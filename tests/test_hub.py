@@ -89,10 +89,7 @@ REPOSITORIES: dict[str, tuple[dict[str, bytes], dict[str, list[Any]]]] = {
     ),
 }
 IDS = [{"prompt_ids": [5, i], "chosen_ids": [7, i], "rejected_ids": [8, i]} for i in range(40)]
-REPOSITORIES["ids"] = (
-    {f"data/train-{i}.parquet": parquet(IDS[20 * i : 20 * i + 20]) for i in range(2)},
-    {"": IDS},
-)
+REPOSITORIES["ids"] = ({f"data/train-{i}.parquet": parquet(IDS[20 * i : 20 * i + 20]) for i in range(2)}, {"": IDS})
 # JSON lines of which the hub has made parquet on a branch of its own.
 REPOSITORIES["lines"] = ({"train.jsonl": json_lines(IDS)}, {"": IDS})
 CONVERTED = {f"default/train/{i:04}.parquet": parquet(IDS[20 * i : 20 * i + 20]) for i in range(2)}

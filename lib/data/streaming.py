@@ -167,13 +167,7 @@ class StreamedDataset(Sized):
     is_estimated = True
     unwanted_count = 0  # Rows that a filter by length has left out so far
 
-    def __init__(
-        self,
-        path: str,
-        records: Records | RowGroups,
-        rows: np.ndarray,
-        tokenisation: Tokenisation,
-    ):
+    def __init__(self, path: str, records: Records | RowGroups, rows: np.ndarray, tokenisation: Tokenisation):
         self.path, self.kind, self.columns = path, tokenisation.kind, records.formats
         self.records, self.rows, self.tokenisation = records, rows, tokenisation
         self.labels = records.column("label")[rows] > 0 if self.kind == "unpaired" else None
