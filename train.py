@@ -93,10 +93,9 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
 
         # Finish: the adapter where mlx-lm finds it, the figures, the curves.
         loop.finish()
-        if world.rank == 0:
-            if config.run.pages:
-                run_report.write(run.folder)
-            console.show_end(say, run.folder, config.train.loss)
+        if world.rank == 0 and config.run.pages:
+            run_report.write(run.folder)
+        console.show_end(say, run.folder, config.train.loss)
 
 
 def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run: bool) -> TrainingRun | None:
@@ -120,14 +119,14 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
     world.require_equal("held-out data or questions", digest_of(read.valid or read.held_out, read.questions))
     if resume and checkpoint.is_finished(folder, steps, world):
         say.line(f"{folder} has made all of its {steps} steps: nothing is left to train (train.steps=N goes on)")
-        if world.rank == 0:
-            console.show_end(say, folder, config.train.loss)
+        console.show_end(say, folder, config.train.loss)
         return None
 
     # Plan: the share of every rank.
     hosts = host_names(world)
     plan = run_facts.plan_run(config, world, hosts, read.data, folder if resume else None)
-    console.show_run(say, config, plan, read, steps)
+    console.show_run(say, folder, config.model, config.train, plan, read, steps)
+    console.show_plan(say, config.train, config.cost, plan, read, steps)
     console.attend_displays(say, config.metal, world, hosts, dry_run)
 
     # Model: the base, and what is trained of it; in parts, where the plan divides it.
@@ -135,8 +134,8 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
         lazy, recomputes = dry_run or plan.divides_model, plan.checkpoints_blocks(world.rank)
         model = inputs.load_policy(config.model, config.train.seed, lazy, recomputes)
     pace, chosen = trial.pace(config, world, plan, model, read, say.tried_step_seconds, resume)
-    console.show_choice(say, plan, chosen)
-    console.show_model(say, model, console.expected(config, read, chosen, pace))
+    expected = console.expected(config.model, config.train, config.evaluate, read, chosen, pace, steps)
+    console.show_model(say, model, plan, chosen, expected)
     if dry_run:
         say.line("dry run: nothing is trained or written")
         return None

@@ -298,7 +298,7 @@ def test_pairs_are_made_by_an_answer_or_by_a_judge(
     for command, why in (
         (f"{shlex.quote(sys.executable)} -c 'import sys; sys.exit(\"no GPU\")'", "ended with status 1: no GPU"),
         ("echo [1]", "wrote 1 lines for 4 questions"),
-        ("nothing-of-this-name", "no command 'nothing-of-this-name' here"),
+        ("nothing-of-this-name", "evaluate.judge=nothing-of-this-name: no such command here"),
     ):
         status, said = bulk([*words, str(tmp_path / "x"), f"evaluate.judge={command}"], check=False)
         assert status == 2 and why in said and said.count("\n") == 1

@@ -10,7 +10,6 @@ from lib.config import help, unknown_names
 from lib.config import load as load_module
 from lib.config.settings import Config
 from lib.errors import UserError
-from lib.plan import plan_warnings
 from tests.tiny import ROOT
 
 REQUIRED = ["model.path=m", "data.train=t"]
@@ -136,14 +135,6 @@ def test_a_section_whose_settings_are_all_commented_out_has_its_defaults(tmp_pat
     path = tmp_path / "x.yaml"
     path.write_text("model: {path: m}\ndata: {train: t}\ncheckpoint:\n  # every: 25\ntrain:\n")
     assert load_module.load(path).checkpoint.keep == 3 and load_module.load(path, ["train.beta=0.3"]).train.beta == 0.3
-
-
-@pytest.mark.parametrize(("steps", "is_told"), [(20, True), (21, False)])
-def test_a_warm_up_that_takes_the_whole_run_is_told(steps: int, is_told: bool) -> None:
-    told = plan_warnings.long_warm_up(
-        steps, load("train.warmup_steps=21" if is_told else "train.warmup_steps=20").train
-    )
-    assert (told is not None) == is_told and "never reaches 5e-05" in (told or "never reaches 5e-05")
 
 
 def test_a_dump_loads_as_the_same_settings(tmp_path: Path) -> None:

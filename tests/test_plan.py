@@ -264,7 +264,7 @@ def test_hosts_without_a_curve() -> None:
 def test_what_a_run_will_take() -> None:
     """Curves: 32 pairs in 1.6 s; matrix products: an H200's 8B at 512 + 512 tokens, which made 10.9 pairs/s."""
     known = planned([calibrated("a", {1: 10.0, 8: 20.0})])
-    work = Work(steps=100, trained=1000, held_out=160, evaluations=3, answer_tokens=1500, asks_reference=True)
+    work = Work(steps=100, reference_rows=1000, held_out=160, evaluation_passes=2, answer_tokens=1500)
     pace = pace_of(known, "lora", "cpu", None, True)
     assert pace is not None and pace.basis == "curves"
     found = outlook(pace, work, "cpu")

@@ -13,7 +13,6 @@ import itertools
 import json
 import re
 import shutil
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -59,10 +58,11 @@ class HarnessModel:
         super().__init__()
         settings, self.model, self.world, self.folder, self.digest = subject.settings, loaded, world, folder, digest
         self.settings, self.name, self.tokenizer = settings, subject.name, subject.tokenizer()
-        self.seconds = 0.0  # of all that was asked
         self.multiple, self.shares_prompts, _ = reference_model.layout(loaded, settings.data, world.alone())
-        self.template, self.inner = ChatTemplate(self.tokenizer, settings.data), TextTokens(self.tokenizer).inner
         self.longest, self.limits = longest_input(settings), vocabulary(settings.model)
+        encoder = Encoder(self.tokenizer, settings.data, self.limits.eos_token_id)
+        encoder.stop_generation()
+        self.template, self.inner = encoder.template, TextTokens(self.tokenizer).inner
         bos = self.inner.bos_token_id
         self.start_id: int = self.inner.eos_token_id if bos is None else bos
         self.start_text = str(self.inner.decode([self.start_id]))
@@ -78,14 +78,13 @@ class HarnessModel:
         """One result for each item, on every rank. kind: score or write."""
         if not items:
             return []
-        key, began = key_of(kind, items, self.digest), time.perf_counter()
+        key = key_of(kind, items, self.digest)
         path = self.folder / f"{kind}-{key[:16]}.jsonl"
         if not is_on_rank_0(path, self.world):
             job = FileJob(kind, key, len(items), path, self.settings.evaluate.batch_size)
             do = self.score if kind == "score" else self.write
             pull(job, self.world, lambda rows: do([items[row] for row in rows]))
         text = self.world.broadcast_text(path.read_text(encoding="utf-8") if self.world.rank == 0 else "")
-        self.seconds += time.perf_counter() - began
         return [json.loads(line) for line in text.split("\n")[:-1]]
 
     def score(self, items: Sequence[Sequence[Any]]) -> Lines:
@@ -132,19 +131,21 @@ class HarnessModel:
     def _scores(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """Of (context, continuation) in token ids. Each context is asked once, the longest first. The beginning of a
         context that is too long is left out: the last token is predicted and not seen."""
-        contexts: dict[tuple[int, ...], dict[tuple[int, ...], tuple[float, bool]]] = {}
-        fitted = []
+        cut, contexts = [], dict[tuple[int, ...], list[tuple[int, ...]]]()
         for context, continuation in pairs:
             if (room := self.longest + 1 - len(continuation)) <= 0:
                 raise UserError(f"a continuation of {len(continuation):,} tokens: the model sees {self.longest:,}")
-            fitted.append((tuple(context[-room:]), tuple(continuation)))
-            contexts.setdefault(fitted[-1][0], {})[fitted[-1][1]] = (0.0, True)  # of no token at all
-        order = sorted(contexts, key=lambda context: -len(context) - max(map(len, contexts[context])))
-        items = [(ids, [each for each in contexts[ids] if each]) for ids in order]
-        items = [item for item in items if item[1]]
-        for (ids, continuations), scores in zip(items, self.ask("score", items), strict=True):
-            contexts[ids] |= {c: (float(s[0]), bool(s[1])) for c, s in zip(continuations, scores, strict=True)}
-        return [contexts[ids][continuation] for ids, continuation in fitted]
+            cut.append((tuple(context[-room:]), tuple(continuation)))
+        for seen, predicted in dict.fromkeys(cut):
+            if predicted:
+                contexts.setdefault(seen, []).append(predicted)
+        items = sorted(contexts.items(), key=lambda item: -len(item[0]) - max(map(len, item[1])))
+        scores = {
+            (seen, predicted): (float(logp), bool(is_greedy))
+            for (seen, continuations), scored in zip(items, self.ask("score", items), strict=True)
+            for predicted, (logp, is_greedy) in zip(continuations, scored, strict=True)
+        }
+        return [scores.get(pair, (0.0, True)) for pair in cut]  # of no token at all
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids of a text and of what follows it: where tokens begin is decided by both together. Spaces at the context's
@@ -219,29 +220,24 @@ def rolling_windows(ids: list[int], start_id: int, longest: int) -> list[tuple[l
 def evaluate_tasks(subject: StoredModel, options: argparse.Namespace, world: World, say: Terminal) -> None:
     """--tasks: what the harness finds of a model, as lm_eval.simple_evaluate returns it, in the file --out. What is
     finished is kept beside it until then."""
-    settings, folder, names = subject.settings, options.tasks_folder, re.findall(r"[^,\s]+", options.tasks)
+    names = re.findall(r"[^,\s]+", options.tasks)
     out = Path(options.out or options.home / f"tasks-{'-'.join(names).replace('/', '-')}.json")
-    kept = out.with_name(f"{out.name}.partial")
+    partial_results = out.with_name(f"{out.name}.partial")
     with world.agreeing("reading the model"):
-        if folder is not None and not Path(folder).is_dir():
-            raise UserError(f"--tasks-folder {folder}: no such folder")
         files.require_absent(out)
         if importlib.util.find_spec(PACKAGE) is None:
             install = f".venv/bin/python -m pip install -c constraints.txt {PACKAGE}"
             raise UserError(f"--tasks needs the package {PACKAGE}; run {install}")
-        if options.chat:
-            encoder = Encoder(subject.tokenizer(), settings.data, vocabulary(settings.model).eos_token_id)
-            if not encoder.template.is_used:
-                raise UserError(f"--chat: {settings.model.path} has no chat template; give data.chat_template=FILE")
-            encoder.stop_generation()
+        if options.chat and not ChatTemplate(subject.tokenizer(), subject.settings.data).is_used:
+            path = subject.settings.model.path
+            raise UserError(f"--chat: {path} has no chat template; give data.chat_template=FILE")
         digest = subject.digest()
     world.require_equal("model or settings", digest)
-    asked = {"num_fewshot": options.shots, "limit": options.limit, "apply_chat_template": options.chat}
-    results = _run_harness((subject.load(world).model, subject, world, kept, digest), names, folder, asked)
+    results = _run_harness((subject.load(world).model, subject, world, partial_results, digest), names, options)
     with world.agreeing(f"writing {out}"):
         if world.rank == 0:
             files.write_atomically(out, json.dumps(results, indent=2, default=str) + "\n")
-            shutil.rmtree(kept, ignore_errors=True)
+            shutil.rmtree(partial_results, ignore_errors=True)
     metrics = {
         task: {name: value for name, value in of_task.items() if isinstance(value, int | float)}
         for task, of_task in results["results"].items()
@@ -249,26 +245,29 @@ def evaluate_tasks(subject: StoredModel, options: argparse.Namespace, world: Wor
     rows = [(task, name, f"{value:.4f}") for task, values in metrics.items() for name, value in values.items()]
     say.table(f"{subject.name} on tasks of lm-evaluation-harness", ["task", "metric", "value"], rows, 2)
     say.line(f"{out}: all results")
-    say.record({"run": subject.name, "tasks": metrics, "seconds": results["seconds"]})
+    say.record({"run": subject.name, "tasks": metrics})
 
 
-def _run_harness(parts: tuple[Any, ...], names: list[str], folder: str | None, asked: dict[str, Any]) -> dict[str, Any]:
-    """What lm_eval finds of the tasks. parts: of HarnessModel; asked: of lm_eval.simple_evaluate."""
+def _run_harness(parts: tuple[Any, ...], names: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """What lm_eval finds of the tasks. parts: of HarnessModel."""
     from lm_eval import simple_evaluate
     from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
 
     model: Any = type("Adapter", (HarnessModel, LM), {})(*parts)  # the harness takes what is an LM of its own
     with model.world.agreeing("loading the tasks"):
-        manager = TaskManager(include_path=folder)
+        manager = TaskManager(include_path=options.tasks_folder)
         if unknown := [task for task in names if not manager.match_tasks([task])]:
-            place = f"{folder} and {PACKAGE}" if folder else f"{PACKAGE}; --tasks-folder DIR adds your own"
+            place = options.tasks_folder or f"{PACKAGE}; --tasks-folder DIR adds your own"
             raise UserError(f"--tasks {','.join(unknown)}: no such task in {place}")
         try:
             manager.load(names)
         except Exception as error:  # whatever a task's file or its data are wrong with
             last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             raise UserError(f"--tasks {','.join(names)}: cannot be loaded: {last}") from error
+    arguments = {"num_fewshot": options.shots, "limit": options.limit, "apply_chat_template": options.chat}
     with model.world.agreeing("the tasks"):
-        results = simple_evaluate(model=model, tasks=names, log_samples=False, task_manager=manager, **asked)
-    return {**results, "seconds": model.seconds}
+        results: dict[str, Any] = simple_evaluate(
+            model=model, tasks=names, log_samples=False, task_manager=manager, **arguments
+        )
+    return results

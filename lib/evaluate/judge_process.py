@@ -6,10 +6,10 @@ This module imports nothing heavy: the process has to start quickly.
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
+import pkgutil
 import re
 import reprlib
 import signal
@@ -26,30 +26,29 @@ GRACE_SECONDS = 5.0  # after the limit, in case that the parent process died
 
 
 def serve_function(name: str, limit_seconds: float, pipe: Connection) -> None:
-    """Answers {"prompt", "completions", "record"} with {"scores", "returned"} or {"fault"}, until the pipe closes."""
+    """Answers {"prompt", "completions", "record"} with (whether this process is over, {"scores", "returned"} or
+    {"fault"}), until the pipe closes."""
     os.setsid()  # killed with all that it started; Ctrl-C reaches the parent alone
     sys.stdout = sys.stderr  # the parent's standard output is for its results
     sys.path.insert(0, str(Path.cwd()))
-    module, _, attribute = name.partition(":")
     answer: dict[str, Any] = {}
     function = None
     while True:
         try:
             if function is None:
-                function = getattr(importlib.import_module(module), attribute)
+                function = pkgutil.resolve_name(name)
             else:
                 question = json.loads(pipe.recv())
                 signal.setitimer(signal.ITIMER_REAL, limit_seconds + GRACE_SECONDS)
-                returned = function(question["prompt"], question["completions"], question["record"])
+                returned = function(*question.values())
                 scores = scores_in(returned, len(question["completions"]))
                 answer = {"scores": scores, "returned": reprlib.repr(returned)}
         except EOFError:
             return
         except Exception as error:  # a user's module or function may raise anything
-            fault = f"{type(error).__name__}: {error}"[:LONGEST_FAULT]
-            answer = {"fault": fault, "is_over": function is None}
+            answer = {"fault": f"{type(error).__name__}: {error}"[:LONGEST_FAULT]}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        pipe.send(answer)
+        pipe.send((function is None, answer))
 
 
 def scores_in(returned: Any, count: int) -> list[float] | None:

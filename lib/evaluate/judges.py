@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from decimal import Context, Decimal, localcontext
+from functools import partial
 from importlib.machinery import PathFinder
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -33,10 +34,11 @@ from mlx_lm.utils import load_model
 from mlx_lm.utils import load_tokenizer as load_words
 
 from lib.config import read_file
-from lib.config.settings import REWARD_MODEL, Config, EvaluateSettings
-from lib.data.prompts import Prompts
+from lib.config.settings import REWARD_MODEL, Config, DataSettings, EvaluateSettings
+from lib.data.prompts import Prompts, asked_of
 from lib.data.record_formats import ANSWER
-from lib.data.tokenizer import Vocabulary
+from lib.data.sources import Records
+from lib.data.tokenizer import Tokenizer, Vocabulary
 from lib.errors import UserError
 from lib.evaluate import judge_process
 from lib.evaluate.sampler import in_batches
@@ -49,6 +51,7 @@ CHECKS = (None, "exact", "number")  # None: by evaluate.answer_pattern
 BROUGHT = ("regex", "json_schema")  # functions of judge_process
 SERVERS = ("http://", "https://")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:function
+IMPORTABLE = "give module:function, importable from this folder"
 JUDGES = "a judge is exact, number, regex, json_schema, reward:PATH, MODULE:FUNCTION, an http address, or a command"
 DIGITS = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)"  # 1,200 and 1,00,000; "3,4" has 3 and 4
 DECIMAL = rf"(?:{DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
@@ -71,6 +74,12 @@ class Question:
         return json.dumps({name: value for name, value in vars(self).items() if name != "place"}, default=str)
 
 
+def question_of(row: int, texts: Sequence[str], records: Records, data: DataSettings, tokenizer: Tokenizer) -> Question:
+    """What a judge is asked about some answers to a row's prompt."""
+    record = records[row]
+    return Question(records.location(row), asked_of(record, data, tokenizer), texts, record)
+
+
 class Judge:
     """Scores completions. looks_at_order: whether the order of completions may change the scores."""
 
@@ -89,10 +98,8 @@ class Judge:
 
 def extract(pattern: str, text: str) -> str | None:
     """The first group (the whole, where there is none) of the pattern's last match, or None."""
-    found = None
-    for found in re.finditer(pattern, text, re.MULTILINE):
-        pass
-    return None if found is None else str(found[1] if found.re.groups else found[0]).strip()
+    *_, last = None, *re.finditer(pattern, text, re.MULTILINE)
+    return None if last is None else str(last[1] if last.re.groups else last[0]).strip()
 
 
 def same_number(text: str, answer: str) -> bool:
@@ -102,12 +109,10 @@ def same_number(text: str, answer: str) -> bool:
 
 def number_of(text: str) -> Decimal | None:
     """The last number of a text, a fraction to 50 digits; None where there is none, or none that is finite."""
-    found = re.findall(NUMBER, text.replace("\N{MINUS SIGN}", "-"))
-    if not found:
-        return None
-    with localcontext(Context(prec=50, traps=[])):
-        above, below = (Decimal(part.replace(",", "")) for part in (found[-1][0], found[-1][1] or "1"))
-        number = above / below if found[-1][1] else above
+    *_, last = ("", ""), *re.findall(NUMBER, text.replace("\N{MINUS SIGN}", "-"))
+    with localcontext(Context(prec=50, traps=[])):  # without traps what is no number is NaN
+        number, below = (Decimal(part.replace(",", "")) for part in last)
+        number = number / below if last[1] else number
     return number if number.is_finite() else None
 
 
@@ -148,18 +153,17 @@ class FunctionJudge(Judge):
         try:
             self._start()
         except UserError as error:
-            raise UserError(f"{name}: {error}; give module:function, importable from this folder") from None
+            raise UserError(f"{name}: {error}; {IMPORTABLE}") from None
 
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
-        return [self._scores(question) for question in questions]
+        return list(map(self._scores, questions))
 
     def require_scores(self, question: Question) -> None:
         try:
             self([question])
-        except NoScores:
-            raise
-        except UserError:  # it may be about this answer alone: that is left to the round
-            pass
+        except UserError as error:
+            if isinstance(error, NoScores):  # any other fault may be about this answer alone
+                raise
 
     def _scores(self, question: Question) -> list[float]:
         try:
@@ -187,17 +191,15 @@ class FunctionJudge(Judge):
     def _received(self, limit_seconds: float) -> dict[str, Any]:
         """The process's next message. Raises UserError: a fault of the function, or the process's end."""
         assert self._process is not None
-        message: dict[str, Any] = {
-            "is_over": True,
-            "fault": f"no answer within {limit_seconds:g} s (evaluate.judge_seconds)",
-        }
+        message: dict[str, Any] = {"fault": f"no answer within {limit_seconds:g} s (evaluate.judge_seconds)"}
+        is_over = True
         try:
             if self._pipe.poll(limit_seconds):
-                message = self._pipe.recv()
+                is_over, message = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join(END_SECONDS)
-            message["fault"] = f"its process ended with status {self._process.exitcode}"
-        if message.get("is_over"):
+            message = {"fault": f"its process ended with status {self._process.exitcode}"}
+        if is_over:
             self._end_at_exit()
             self._pipe.close()
             self._process = None
@@ -263,7 +265,7 @@ VERDICTS: dict[str | None, list[float]] = {"A": [1.0, 0.0], "B": [0.0, 1.0], "C"
 BUSY = (408, 429, 500, 502, 503, 504)  # statuses of a server that is busy, or gone for a moment
 UNREACHED = (httpx2.HTTPError, httpx2.InvalidURL)
 TRIES = 4
-WAIT_SECONDS = 1.0  # before the second try; doubled for each further one
+WAIT_SECONDS = 1.0  # before the second try; then 3 and 7
 
 
 def instructions_of(settings: EvaluateSettings, default: str, places: Sequence[str]) -> str:
@@ -277,14 +279,12 @@ def instructions_of(settings: EvaluateSettings, default: str, places: Sequence[s
 
 def filled_in(instructions: str, parts: Mapping[str, str]) -> str:
     """The instructions with their places filled in, in one pass: an answer that has "{second}" in it stays as it is."""
-    return re.sub("|".join(map(re.escape, parts)), lambda found: parts[found.group()], instructions)
+    return re.sub("|".join(map(re.escape, parts)), lambda place: parts[place.group()], instructions)
 
 
 def text_of(prompt: Any) -> str:
     """A prompt as text: messages one after the other, each with its role."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    return prompt if isinstance(prompt, str) else "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
 
 
 class JudgeServer(Judge):
@@ -311,37 +311,38 @@ class JudgeServer(Judge):
     def require_scores(self, question: Question) -> None:
         self([question])
 
-    def _answers(self, asked: Sequence[tuple[str, ...]]) -> list[str]:
+    def _answers(self, values: Sequence[tuple[str, ...]]) -> list[str]:
         """What the model answers to its instructions, their places filled in, some at a time."""
-        texts = [filled_in(self.instructions, dict(zip(self.places, parts, strict=True))) for parts in asked]
+        texts = [filled_in(self.instructions, dict(zip(self.places, each, strict=True))) for each in values]
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         with (
             httpx2.Client(timeout=httpx2.Timeout(self.timeout_seconds, connect=20.0), headers=headers) as client,
             ThreadPoolExecutor(self.concurrency) as threads,
         ):
-            return list(threads.map(lambda text: self._answer(client, text), texts))
+            return list(threads.map(partial(self._answer, client), texts))
 
     def _answer(self, client: httpx2.Client, text: str) -> str:
         """One answer; a server that is busy, or cannot be reached, is asked again."""
         body = {"model": self.model, "messages": [{"role": "user", "content": text}], "temperature": 0}
         for attempt in range(TRIES):
-            if attempt:
-                time.sleep(WAIT_SECONDS * 2 ** (attempt - 1))
+            time.sleep(WAIT_SECONDS * (2**attempt - 1))
             try:
                 response = client.post(f"{self.url}/chat/completions", json=body)
             except UNREACHED as error:
-                why = str(error) or type(error).__name__
+                why = repr(error)
                 continue
             why = f"status {response.status_code}: {response.text[:200]!r}"
-            if response.status_code == 200:
-                try:
-                    return str(response.json()["choices"][0]["message"]["content"] or "")
-                except (ValueError, KeyError, IndexError, TypeError):
-                    raise UserError(f"{self.name}: no chat completion, but {response.text[:200]!r}") from None
             if response.status_code not in BUSY:
-                raise UserError(f"{self.name}: {why}")
-        raise UserError(f"{self.name}: {why} (tried {TRIES} times)")
+                break
+        else:
+            raise UserError(f"{self.name}: {why} (tried {TRIES} times)")
+        if response.status_code != 200:
+            raise UserError(f"{self.name}: {why}")
+        try:
+            return str(response.json()["choices"][0]["message"]["content"] or "")
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise UserError(f"{self.name}: no chat completion, but {response.text[:200]!r}") from None
 
 
 # ---- A local model
@@ -357,7 +358,7 @@ class RewardModel(Judge):
 
     def __init__(self, settings: EvaluateSettings, name: str, multiple: int):
         self.name, self.batch_size, self.multiple = name, settings.batch_size, multiple
-        folder = _reward_folder(str(settings.judge), name)
+        folder = resolve(str(settings.judge).removeprefix(REWARD_MODEL))
         stored = read_file.read_object(folder / "config.json", name)
         self.is_classifier = any(each.endswith(CLASSIFIER) for each in stored.get("architectures") or ())
         try:
@@ -382,8 +383,8 @@ class RewardModel(Judge):
         """float32 [n]: the score at each row's last token. Padding comes after it, so the row does not see it."""
         longest = -(-max(map(len, rows)) // self.multiple) * self.multiple
         tokens = mx.array([row + [0] * (longest - len(row)) for row in rows])
-        last = mx.array([len(row) - 1 for row in rows])[:, None, None]
-        outputs = self.model.model(tokens) if self.is_classifier else self.model(tokens)
+        last = mx.array([[[len(row) - 1]] for row in rows])
+        outputs = (self.model.model if self.is_classifier else self.model)(tokens)
         at_end = mx.take_along_axis(outputs, last, axis=1)[:, 0].astype(mx.float32)
         return np.array(at_end @ self.head)
 
@@ -392,7 +393,7 @@ class RewardModel(Judge):
         prompt, asks = question.prompt, not self.is_classifier
         if asks:
             prompt = filled_in(self.instructions, {"{prompt}": text_of(prompt), "{answer}": text})
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
         turns += [] if asks else [{"role": "assistant", "content": text}]
         try:
             if getattr(self.tokenizer, "chat_template", None) is None:
@@ -400,11 +401,11 @@ class RewardModel(Judge):
             else:
                 chat = self.tokenizer.apply_chat_template(turns, add_generation_prompt=asks, tokenize=False)
                 ids = self.tokenizer.encode(str(chat), add_special_tokens=False)
-            self.limits.check_ids([list(ids)])
+            self.limits.check_ids([ids])
             self.limits.check_row(len(ids) + 1, "leave the prompt out, or take another model")
         except Exception as error:  # a row that is too long, or what the template's author chose to raise
             raise UserError(f"{self.name}: {question.place}: {error}") from None
-        return list(ids)
+        return ids
 
     def _answers_head(self) -> mx.array:
         """float32 [vocabulary]: what makes log p(Yes) - log p(No) of logits."""
@@ -413,13 +414,6 @@ class RewardModel(Judge):
             raise UserError(f"{self.name}: its tokenizer begins Yes and No with the same token; take another model")
         size = self.model(mx.array([[yes]])).shape[-1]
         return mx.zeros(size).at[mx.array([yes, no])].add(mx.array([1.0, -1.0]))
-
-
-def _reward_folder(judge: str, name: str) -> Path:
-    try:
-        return resolve(judge.removeprefix(REWARD_MODEL))
-    except UserError as error:
-        raise UserError(f"{name}: {str(error).removeprefix('model.path ')}") from None
 
 
 def _score_head(folder: Path, name: str) -> mx.array:
@@ -451,25 +445,25 @@ def require_judges(settings: EvaluateSettings, of_rounds: str | None, data: obje
 
 def require_judge(settings: EvaluateSettings, judge: str | None, name: str) -> None:
     """Makes sure that a judge can be started, before a model is loaded. name: SETTING=JUDGE, for errors."""
-    if judge in (*CHECKS, *BROUGHT) or judge is None:
+    if judge is None or judge in (*CHECKS, *BROUGHT):
         return
     if judge.startswith(REWARD_MODEL):
-        _reward_folder(judge, name)
+        try:
+            resolve(judge.removeprefix(REWARD_MODEL))
+        except UserError as error:
+            raise UserError(f"{name}: {str(error).removeprefix('model.path ')}") from None
     elif judge.startswith(SERVERS):
         if settings.judge_model is None:
             raise UserError(f"{name} needs evaluate.judge_model, the name of a model that it serves")
     elif FUNCTION.fullmatch(judge):  # its package is looked for alone: to import it runs its code
         package = re.split("[.:]", judge)[0]
         if package not in sys.modules and PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is None:
-            why = f"ModuleNotFoundError: No module named {package!r}"
-            raise UserError(f"{name}: {why}; give module:function, importable from this folder")
+            raise UserError(f"{name}: no module {package!r}; {IMPORTABLE}")
     else:
-        try:
-            command = shlex.split(judge)[0]
-        except (ValueError, IndexError):
-            command = judge
-        if shutil.which(command) is None:
-            raise UserError(f"{name}: cannot be started: no command {command!r} here; {JUDGES}")
+        with contextlib.suppress(ValueError, IndexError):
+            if shutil.which(shlex.split(judge)[0]):
+                return
+        raise UserError(f"{name}: no such command here; {JUDGES}")
 
 
 def judge_of(settings: Config, setting: str = "evaluate.judge", grades: bool = False) -> Judge:
@@ -517,11 +511,11 @@ def _scored(judge: Judge, questions: Sequence[Question]) -> list[list[Scored]]:
     try:
         scores = judge(questions)
     except UserError as error:
-        alone = [replace(question, completions=[text]) for question in questions for text in question.completions]
         if len(questions) > 1:
             return [_scored(judge, [question])[0] for question in questions]
-        if len(alone) == 1:
+        if len(questions[0].completions) == 1:
             return [[Scored(None, str(error))]]
+        alone = [replace(questions[0], completions=[text]) for text in questions[0].completions]
         return [[_scored(judge, [question])[0][0] for question in alone]]
     missing = Scored(None, NO_VERDICT)
     return [[Scored(score) if math.isfinite(score) else missing for score in of_texts] for of_texts in scores]

@@ -23,7 +23,7 @@ from lib.config.settings import Config
 from lib.data import sources
 from lib.data import tokenizer as tokenizer_module
 from lib.data.dataset import Dataset, Tokenisation, in_memory
-from lib.data.prompts import asked_of, columns_of, ids_of
+from lib.data.prompts import columns_of, ids_of
 from lib.data.record_formats import JSON, RecordKind, Unusable
 from lib.data.sources import Records
 from lib.data.tokenize import Encoder
@@ -32,7 +32,7 @@ from lib.distributed.work_queue import Lines, ServedQueue, WorkQueue, open_queue
 from lib.distributed.world import World, host_names
 from lib.errors import UserError
 from lib.evaluate.held_out_metrics import columns_by_row
-from lib.evaluate.judges import Question, judge_of
+from lib.evaluate.judges import Question, judge_of, question_of
 from lib.evaluate.sampler import GreedySampling, Prompt, Sample, Sampler
 from lib.model import adapter_files, adapters
 from lib.model import load as load_module
@@ -75,13 +75,10 @@ def pull(
     """Lines for all rows, in order, into the job's file: by all ranks, each once; what is finished already is taken.
     Each rank works at its pace; where they hold parts of a model that is needed, all at the same chunk. queue: the
     job's, where it is open. Returns: On rank 0, the figures for people and machines; elsewhere nothing."""
-    say, began, queue = (
-        Terminal(silent=world.rank != 0),
-        time.perf_counter(),
-        queue or open_queue(world, job.out, job.key, job.chunks),
-    )
+    say, began = Terminal(silent=world.rank != 0), time.perf_counter()
+    queue = queue or open_queue(world, job.out, job.key, job.chunks)
     served = queue if isinstance(queue, ServedQueue) else None
-    missing = list(served.fresh) if served else []
+    missing = [*served.fresh] if served else []
     before = job.chunks - len(missing) if served else 0
     if before:
         say.line(f"{before:,} of {job.chunks:,} chunks are there already")
@@ -91,7 +88,7 @@ def pull(
         together = needs_model and world.divides_model
         if not together:
             work(queue, lambda chunk: do(job.rows_of(chunk)))
-        for chunk in json.loads(world.broadcast_text(json.dumps(missing))) if together else ():
+        for chunk in world.broadcast_value(missing) if together else ():
             with world.agreeing("a chunk of rows"):
                 lines = do(job.rows_of(chunk))
                 if served is not None and lines is not None:
@@ -108,8 +105,8 @@ def pull(
     seconds, scored = time.perf_counter() - began, job.rows - min(before * job.chunk_rows, job.rows)
     served.close(world.timeout_seconds)
     by_rank = {str(rank): count for rank, count in sorted(served.finished_by.items())}
-    speed = {"seconds": seconds, "rows_per_second": scored / seconds}
-    return {"rows": job.rows, "scored": scored, **speed, "chunks_by_rank": by_rank}
+    figures = {"rows": job.rows, "scored": scored, "seconds": seconds, "rows_per_second": scored / seconds}
+    return {**figures, "chunks_by_rank": by_rank}
 
 
 def key_of(*parts: Any) -> str:
@@ -142,8 +139,8 @@ def open_asked(named: str | None, settings: Config, kind: RecordKind, say: Termi
         return records.only(rows)
     others = sources.open_records([index.file for index in records.indices], data, kind, say.line)
     each = zip(records.indices, records.by_file(rows), others.indices, strict=True)
-    kept = [np.isin(other.entries["line"], index.entries["line"][of_file]) for index, of_file, other in each]
-    return others.only(np.flatnonzero(np.concatenate(kept)))
+    held_out = [np.isin(other.entries["line"], index.entries["line"][of_file]) for index, of_file, other in each]
+    return others.only(np.flatnonzero(np.concatenate(held_out)))
 
 
 class Scorer:
@@ -261,11 +258,6 @@ class CompletionWriter:
         except Unusable as why:
             raise UserError(f"{place}: {why}") from None
 
-    def question(self, row: int, texts: Sequence[str]) -> Question:
-        """What a judge is asked about some answers to a row's prompt."""
-        record = self.records[row]
-        return Question(self.records.location(row), asked_of(record, self.settings.data, self.tokenizer), texts, record)
-
 
 class PairMaker:
     """Preference pairs from drawn completions: the best against the worst, where one is better. A completion that
@@ -286,7 +278,8 @@ class PairMaker:
                 distinct = {sample.text: sample for sample in of_row[::-1] if sample.finish == "stop"}
                 if distinct:
                     answers.append(sorted(distinct.values(), key=lambda sample: sample.k))
-                    questions.append(writer.question(row, [sample.text for sample in answers[-1]]))
+                    texts = [sample.text for sample in answers[-1]]
+                    questions.append(question_of(row, texts, writer.records, writer.settings.data, writer.tokenizer))
             grades = self.judge(questions) if questions else []
             pairs = [self._pair(*each) for each in zip(questions, answers, grades, strict=True)]
         return [json.dumps(pair, ensure_ascii=False) for pair in pairs if pair]
@@ -301,7 +294,7 @@ class PairMaker:
         grades = np.array(of_answers)
         if np.isnan(grades).all() or np.nanmax(grades) == np.nanmin(grades):
             return {}
-        best, worst = answers[int(np.nanargmax(grades))], answers[int(np.nanargmin(grades))]
+        best, worst = (answers[int(of(grades))] for of in (np.nanargmax, np.nanargmin))
         if not (best.text.strip() and worst.text.strip()):
             return {}
         pair = columns_of({**question.record}, self.writer.settings.data, self.writer.tokenizer)
@@ -372,12 +365,12 @@ class StoredModel(NamedTuple):
                 adapter_files.load_trained(model, self.adapter, "--run")
         world = divided_world.divided(model, parts, world, keeps_wired=True)
         model.eval()
-        kept = {name: start[name] for name in adapter_files.trainable(model) if start}
-        for name, whole in kept.items():
-            part = world.part(name)
-            kept[name] = mx.contiguous(part.of(whole, world.rank)) if isinstance(part, Part) else whole
-        mx.eval(kept)
-        return LoadedModel(model, kept, world)
+        start = {name: start[name] for name in adapter_files.trainable(model) if start}
+        for name, whole in start.items():
+            if isinstance(part := world.part(name), Part):
+                start[name] = mx.contiguous(part.of(whole, world.rank))
+        mx.eval(start)
+        return LoadedModel(model, start, world)
 
     def digest(self) -> str:
         """Of the files that the model is made of."""

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lib.data.prompts import asked_of
 from lib.data.record_formats import JSON
 from lib.data.sources import Records
 from lib.distributed.work_queue import Lines
 from lib.distributed.world import World
-from lib.evaluate.judges import Judge, Question, instructions_of, judge_of
+from lib.evaluate.judges import Judge, instructions_of, judge_of, question_of
 from lib.evaluate.score_file import CompletionWriter, FileJob, StoredModel, digest_of, is_on_rank_0, key_of, pull
 from lib.system import files
 from lib.system.records import read_lines
@@ -74,49 +73,40 @@ class Comparer:
     """Asks a judge about two answers to each prompt. Raises UserError: the first record lacks what a check needs."""
 
     def __init__(self, judge: Judge, records: Records, model: StoredModel):
-        self.judge, self.records = judge, records
-        self.data, self.tokenizer = model.settings.data, model.tokenizer()
+        self.judge, self.source = judge, (records, model.settings.data, model.tokenizer())
         if not judge.looks_at_order:  # before any answer is written
-            judge([self._question(0, ("", ""))])
+            judge([question_of(0, ("", ""), *self.source)])
 
     def lines(self, rows: range, texts: Sequence[Sequence[str]]) -> Lines:
         """Some prompts with both answers and a verdict. texts: both models' answers to all prompts."""
-        questions = {row: self._question(row, (texts[0][row], texts[1][row])) for row in rows}
+        questions = {row: question_of(row, (texts[0][row], texts[1][row]), *self.source) for row in rows}
         both = self.judge.looks_at_order
         # Of two equal answers neither is better: no model is asked.
-        asked = {row: q for row, q in questions.items() if not both or q.completions[0] != q.completions[1]}
-        orders = {row: [scores] for row, scores in zip(asked, self.judge([*asked.values()]), strict=True)}
+        unequal = {row: q for row, q in questions.items() if not both or q.completions[0] != q.completions[1]}
+        orders = {row: [scores] for row, scores in zip(unequal, self.judge([*unequal.values()]), strict=True)}
         if both:
-            turned = self.judge([replace(q, completions=q.completions[::-1]) for q in asked.values()])
-            for row, scores in zip(asked, turned, strict=True):
+            turned = self.judge([replace(q, completions=q.completions[::-1]) for q in unequal.values()])
+            for row, scores in zip(unequal, turned, strict=True):
                 orders[row].append(scores[::-1])
         lines = []
         for row, q in questions.items():
             of_row = orders.get(row, [])
-            line = {"row": row, "line": self.records.line(row), "prompt": q.prompt, "answer": q.completions[0]}
+            line = {"row": row, "line": self.source[0].line(row), "prompt": q.prompt, "answer": q.completions[0]}
             line |= {"against": q.completions[1], "verdict": verdict(*of_row) if of_row else "tie"}
-            finite = [
-                [None if math.isnan(score) else score for score in scores] for scores in of_row
-            ]  # JSON has no NaN
+            finite = [[None if math.isnan(score) else score for score in scores] for scores in of_row]  # as JSON has it
             line |= dict(zip(("scores", "swapped_scores"), [*finite, None, None], strict=False))
             lines.append(json.dumps(line, ensure_ascii=False))
         return lines
-
-    def _question(self, row: int, completions: tuple[str, str]) -> Question:
-        record = self.records[row]
-        return Question(self.records.location(row), asked_of(record, self.data, self.tokenizer), completions, record)
 
 
 def verdict(scores: Sequence[float], swapped: Sequence[float] | None = None) -> str:
     """Who is better: the first answer wins, or loses, only where both orders say so (arXiv:2306.05685, section 3.4).
     scores: of both answers; NaN where the judge gave none. swapped: of the same answers, where the judge saw the second
     one first."""
-    orders = [scores] if swapped is None else [scores, swapped]
-    if any(score is None or math.isnan(score) for order in orders for score in order):
+    gains = [first - second for first, second in filter(None, (scores, swapped))]
+    if any(map(math.isnan, gains)):
         return "unclear"
-    if all(first > second for first, second in orders):
-        return "win"
-    return "loss" if all(first < second for first, second in orders) else "tie"
+    return "win" if min(gains) > 0 else "loss" if max(gains) < 0 else "tie"
 
 
 def summarise(lines: Sequence[JSON], looks_at_order: bool) -> JSON:
@@ -126,16 +116,9 @@ def summarise(lines: Sequence[JSON], looks_at_order: bool) -> JSON:
     rate = (counts["win"] + (counts["tie"] + counts["unclear"]) / 2) / prompts
     ties = [(line["scores"], line["swapped_scores"]) for line in lines if line["verdict"] == "tie"]
     by_order = sum(len({verdict(scores) for scores in each if scores}) > 1 for each in ties)
-    return {
-        "prompts": prompts,
-        "wins": counts["win"],
-        "losses": counts["loss"],
-        "ties": counts["tie"],
-        "unclear": counts["unclear"],
-        "order_decided": by_order if looks_at_order else None,
-        "win_rate": rate,
-        "interval": wilson(rate, prompts),
-    }
+    figures: JSON = {"prompts": prompts, "wins": counts["win"], "losses": counts["loss"], "ties": counts["tie"]}
+    figures |= {"unclear": counts["unclear"], "order_decided": by_order if looks_at_order else None}
+    return figures | {"win_rate": rate, "interval": wilson(rate, prompts)}
 
 
 def wilson(rate: float, count: int, z: float = Z95) -> tuple[float, float]:

@@ -49,26 +49,34 @@ def shape_of(model: str) -> tuple[ModelShape, Training]:
     if size is None:
         raise UserError(f"--model {model}: neither a folder with config.json nor a size: 8B, 70B-4bit or 8B-full")
     billions = float(size[1])
-    hidden, blocks = WIDTHS[min(WIDTHS, key=lambda known: abs(known - billions))]
+    hidden, blocks = WIDTHS[min(WIDTHS, key=lambda size: abs(size - billions))]
     attention = 2 * hidden * hidden + 2 * hidden * 8 * 128
     columns = max(hidden, (billions * 1e9 - 2 * 128256 * hidden) / blocks - attention) / (3 * hidden)
-    stored: dict[str, Any] = {"model_type": "llama", "hidden_size": hidden, "num_hidden_layers": blocks}
-    stored |= {"num_attention_heads": hidden // 128, "num_key_value_heads": 8, "head_dim": 128}
-    stored |= {"intermediate_size": round(columns / 64) * 64, "vocab_size": 128256, "torch_dtype": "bfloat16"}
-    stored |= {"tie_word_embeddings": False}
-    stored |= {"quantization": {"group_size": 64, "bits": int(size[2])}} if size[2] else {}
+    stored: dict[str, Any] = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": hidden // 128,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": round(columns / 64) * 64,
+        "vocab_size": 128256,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        **({"quantization": {"group_size": 64, "bits": int(size[2])}} if size[2] else {}),
+    }
     return model_shape_of(stored, to_divide=False), Training(method="full" if size[3] else "lora")
 
 
-def known_hosts(names: Sequence[str], folder: Path) -> list[HostCalibration]:
+def calibrated_hosts(names: Sequence[str], folder: Path) -> list[HostCalibration]:
     """Calibrations by name, measured or published; without names all measured ones, else the published Macs."""
     published = read_published()
     measured = {path.stem: read_calibration(path) for path in sorted(folder.glob("[!.]*.json"))}
-    known = published | measured
-    if unknown := [name for name in names if name not in known]:
-        raise UserError(f"--hosts {','.join(names)}: no calibration of {unknown[0]}; known are {', '.join(known)}")
+    every = published | measured
+    if missing := [name for name in names if name not in every]:
+        raise UserError(f"--hosts {','.join(names)}: no calibration of {missing[0]}; known are {', '.join(every)}")
     usual = measured or {name: host for name, host in published.items() if host.curves}
-    return [known[name] for name in names] or list(usual.values())
+    return [every[name] for name in names or usual]
 
 
 def verdict(shape: ModelShape, training: Training, host: HostCalibration) -> dict[str, Any]:
@@ -84,9 +92,15 @@ def verdict(shape: ModelShape, training: Training, host: HostCalibration) -> dic
     facts = PlanFacts(config, [rank], key, ROWS.seen, "ring", 1, published=published, memory=memory)
     curves = HostSpeeds.of(facts).whole_curves(plain > room)
     needed = min(plain, checkpointed) if plain > room else plain
-    found = {"host": machine.host, "chip": machine.device_name, "fits": needed <= room, "checkpointing": plain > room}
-    found |= {"needed_bytes": needed, "room_bytes": room}  # that may be planned for
-    return found | {"pairs_per_second": solo_pairs_per_second(curves[0]) if curves else None}
+    return {
+        "host": machine.host,
+        "chip": machine.device_name,
+        "fits": needed <= room,
+        "checkpointing": plain > room,
+        "needed_bytes": needed,
+        "room_bytes": room,  # that may be planned for
+        "pairs_per_second": solo_pairs_per_second(curves[0]) if curves else None,
+    }
 
 
 def show(shape: ModelShape, training: Training, hosts: Sequence[HostCalibration]) -> None:
@@ -119,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hosts", default="", help="names in the calibration folder or published ones, with commas")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of the hosts' calibrations")
     options = parser.parse_args(arguments)
-    hosts = known_hosts([name.partition(":")[0] for name in options.hosts.split(",") if name], options.folder)
+    hosts = calibrated_hosts([name for name in options.hosts.split(",") if name], options.folder)
     show(*shape_of(options.model), hosts)
     return 0
 

@@ -118,8 +118,8 @@ class BatchCurve(Stored):
     @property
     def best_point(self) -> BatchPoint:
         """The fastest of the measured sizes that fit; where none does, the smallest."""
-        fitting = [point for point in self.points if point.batch_size <= self.max_batch_size]
-        return max(fitting or self.points[:1], key=lambda point: point.pairs_per_second)
+        fitting = (point for point in self.points if point.batch_size <= self.max_batch_size)
+        return max(fitting, key=lambda point: point.pairs_per_second, default=self.points[0])
 
     @property
     def max_batch_size(self) -> int:
@@ -145,9 +145,10 @@ class BatchCurve(Stored):
         """The curve with other times and peaks, and other changes."""
         points = []
         for point in self.points:
-            peak = point.peak_memory_bytes and math.ceil(point.peak_memory_bytes * memory)
-            times = {"seconds_median": point.seconds_median * time, "seconds_spread": point.seconds_spread * time}
-            points.append(point.model_copy(update={**times, "peak_memory_bytes": peak}))
+            update: dict[str, object] = {"seconds_median": point.seconds_median * time}
+            update["seconds_spread"] = point.seconds_spread * time
+            update["peak_memory_bytes"] = point.peak_memory_bytes and math.ceil(point.peak_memory_bytes * memory)
+            points.append(point.model_copy(update=update))
         return self.model_copy(update={"points": tuple(points), **changed})
 
     def slowed(self, factor: float, ranks_sharing_memory: int = 1) -> BatchCurve:
@@ -188,6 +189,16 @@ class Link(Stored):
             return float(np.interp(size_bytes, sizes, [transfer.seconds_median for transfer in self.transfers]))
         return self.latency_seconds + size_bytes / self.bandwidth_bytes_per_second
 
+    @property
+    def one_way(self) -> Link:
+        """Of a sum: what it says of one message, as it passes 2 (n - 1) / n of its bytes over each of n links."""
+        ranks = max(2, len(self.peers))
+        passes = 2 * (ranks - 1)
+        bandwidth = self.bandwidth_bytes_per_second * passes / ranks
+        return Link(
+            backend=self.backend, latency_seconds=self.latency_seconds / passes, bandwidth_bytes_per_second=bandwidth
+        )
+
 
 class HostCalibration(Stored):
     """The content of calibration/HOST.json."""
@@ -210,17 +221,13 @@ def read_calibration(path: Path) -> HostCalibration:
     """Reads and checks one file; raises UserError with the file, the key and the versions that wrote it."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        versions = stored.get("versions") if isinstance(stored, dict) else None
         return HostCalibration.model_validate(stored)
     except FileNotFoundError:
         raise UserError(f"calibration {path} does not exist; make calibrate writes it") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        shown = f", not {repr(first['input'])[:60]}" if isinstance(first["input"], int | float | str) else ""
-        written = ", ".join(f"{name} {version}" for name, version in (versions or {}).items())
-        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}{shown}" + f" (written with {written})" * bool(
-            written
-        )
+        first, versions = error.errors()[0], stored.get("versions") if isinstance(stored, dict) else None
+        by = ", ".join(f"{name} {version}" for name, version in (versions or {}).items())
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" + f" (written with {by})" * bool(by)
     except (OSError, ValueError, RecursionError) as error:
         why = f"cannot be read ({error})"
     raise UserError(f"{path}: {why}; delete {path.name} and run make calibrate")
@@ -320,10 +327,10 @@ class HardwareCalibrator:
         """What benchmarks/calibrate.py prints as its last line (docs/runs.md); UserError where it fails."""
         command = [sys.executable, str(ROOT / "benchmarks" / "calibrate.py"), *self.arguments]
         done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
-        said = done.stderr.strip().splitlines() or [f"benchmarks/calibrate.py ended with status {done.returncode}"]
         if done.returncode:
-            raise UserError(said[-1].removeprefix("error: "))
-        warnings = [line for line in said if line.startswith("warning:")]  # a rate that is None is named there
-        print(*warnings, sep="\n", end="\n" * bool(warnings), file=sys.stderr)
+            raise UserError(
+                (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1].removeprefix("error: ")
+            )
+        print(done.stderr, end="", file=sys.stderr)  # a warning says why a rate is None
         hardware: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
         return hardware

@@ -18,8 +18,12 @@ TOKEN_SECONDS: dict[Device, float] = {"cpu": 0.004, "metal": 0.01, "cuda": 0.01}
 def calculate_training_cost(total_examples: int, throughput: float, cost_per_hour: float = 0.0) -> dict[str, float]:
     """Time and cost of training on `total_examples` at `throughput` examples a second, by the hour."""
     hours = total_examples / throughput / 3600
-    found = {"total_examples": total_examples, "throughput_ex_per_sec": throughput, "estimated_time_hours": hours}
-    return {**found, "estimated_cost_usd": hours * cost_per_hour}
+    return {
+        "total_examples": total_examples,
+        "throughput_ex_per_sec": throughput,
+        "estimated_time_hours": hours,
+        "estimated_cost_usd": hours * cost_per_hour,
+    }
 
 
 def hosts_cost(hosts: Sequence[str], seconds: float, cost: CostSettings) -> dict[str, Any] | None:
@@ -45,12 +49,11 @@ class Work:
     """What a run does."""
 
     steps: int
-    trained: int  # distinct rows of the training data that the steps take
-    held_out: int  # rows, at each evaluation
-    evaluations: int
+    reference_rows: int  # distinct training rows whose reference is computed
+    held_out: int  # rows
+    evaluation_passes: int  # over the held-out rows, beside the reference's
     answer_tokens: int  # generated one after another in all: batches of answers times their length
-    asks_reference: bool
-    asked_rows: float = 0.0  # whose prompts are answered: in tokens, so many rows
+    answered_rows: float = 0.0  # whose prompts are answered: in tokens, so many rows
 
 
 @dataclass(frozen=True)
@@ -72,20 +75,22 @@ def pace_of(plan: ClusterPlan, method: str, device: Device, tried: float | None,
     if step is None:
         return None
     basis = "a step that was tried" if tried else "curves" if plan.calibrated else "matrix products, no calibration"
-    asked = bool(tried) and asks_reference
-    forward = step / (1 + BACKWARD[method] + asked)
+    with_reference = bool(tried) and asks_reference
+    forward = step / (1 + BACKWARD[method] + with_reference)
     row = forward / plan.global_batch_size
-    return Pace(step - asked * forward, row, row, TOKEN_SECONDS[device], basis)
+    return Pace(step - with_reference * forward, row, row, TOKEN_SECONDS[device], basis)
 
 
 def outlook(pace: Pace, work: Work, device: Device) -> dict[str, float]:
     """Seconds of a run's parts: start, training, reference and evaluation. The reference is asked once for each row."""
     held_out = work.held_out * pace.held_out_row
-    answers = work.asked_rows * pace.row + work.answer_tokens * pace.answer_token
-    evaluation = (work.evaluations - work.asks_reference) * held_out + answers  # the first one has the reference's
-    parts = {"start": START_SECONDS[device] + pace.trial, "training": work.steps * pace.step}
-    reference = work.asks_reference * (held_out + work.trained * pace.row)
-    return {**parts, "reference": reference, "evaluation": evaluation}
+    answers = work.answered_rows * pace.row + work.answer_tokens * pace.answer_token
+    return {
+        "start": START_SECONDS[device] + pace.trial,
+        "training": work.steps * pace.step,
+        "reference": work.reference_rows * pace.row + (held_out if work.reference_rows else 0.0),
+        "evaluation": work.evaluation_passes * held_out + answers,
+    }
 
 
 def memory_text(plan: ClusterPlan) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import geometric_mean
 
+import numpy as np
+
 from lib.config.settings import Config
 from lib.model.partition import ModelShape
 from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve, CurveKey, HostCalibration, Link, nearest_curve
@@ -92,8 +94,8 @@ class PlanFacts:
     # ---- Links
 
     def _links(self, ranks: slice = slice(None)) -> list[Link]:
-        calibrations = [host.calibration for host in self.hosts[ranks] if host.calibration]
-        return [link for one in calibrations for link in one.links if link.backend == self.backend]
+        every = [link for host in self.hosts[ranks] if host.calibration for link in host.calibration.links]
+        return [link for link in every if link.backend == self.backend]
 
     @property
     def link_is_known(self) -> bool:
@@ -105,18 +107,10 @@ class PlanFacts:
         return max(sums, default=0.0) * (len(self.hosts) > 1)
 
     def link_between(self, rank: int) -> Link | None:
-        """A rank's link to the next one, one way: as measured, else assumed; None within a host.
-
-        Where no ping-pong was measured, a sum says it: it passes 2 (n - 1) / n of its bytes over each of n links.
-        """
+        """A rank's link to the next one, one way: as measured, else assumed; None within a host."""
         links, pair = self._links(slice(rank, rank + 2)), {self.hosts[rank].name, self.hosts[rank + 1].name}
         candidates = [link for link in links if link.operation == "ping_pong" and set(link.peers) == pair]
-        for link in links if not candidates else ():
-            peers = max(2, len(link.peers))
-            passes = 2 * (peers - 1)
-            changed = {"latency_seconds": link.latency_seconds / passes, "transfers": ()}
-            changed["bandwidth_bytes_per_second"] = link.bandwidth_bytes_per_second * passes / peers
-            candidates += [link.model_copy(update=changed)] * (link.operation == "all_sum")
+        candidates = candidates or [link.one_way for link in links if link.operation == "all_sum"]
         usual = None if len(pair) == 1 else ASSUMED_LINK
         return max(candidates, key=lambda link: link.seconds(MESSAGE_BYTES), default=usual)
 
@@ -180,14 +174,13 @@ class PlanFacts:
         """Measured over planned, of this model on this host, with or without checkpointing."""
         calibration = self.hosts[rank].calibration
         for recomputes in (key.gradient_checkpointing, not key.gradient_checkpointing):
-            wanted = key.model_copy(update={"gradient_checkpointing": recomputes})
-            curve = nearest_curve(calibration.curves, wanted) if calibration else None
-            if curve is None or curve.key is None or self.memory is None:
-                continue
-            point = curve.points[-1]
-            if point.peak_memory_bytes and curve.key.sequence_length >= self.memory.rows.seen:
-                planned = self.memory.bytes(point.batch_size, device, recomputes).total
-                return min(max(point.peak_memory_bytes / planned, CORRECTION[0]), CORRECTION[1])
+            measured = key.model_copy(update={"gradient_checkpointing": recomputes})
+            curve = nearest_curve(calibration.curves if calibration else (), measured)
+            if curve and curve.key and self.memory and curve.key.sequence_length >= self.memory.rows.seen:
+                size, peak = curve.points[-1].batch_size, curve.points[-1].peak_memory_bytes
+                if peak:
+                    planned = self.memory.bytes(size, device, recomputes).total
+                    return float(np.clip(peak / planned, *CORRECTION))
         return 1.0
 
     def default_size(self, rank: int, key: CurveKey) -> int:
@@ -209,11 +202,12 @@ def prepared(facts: PlanFacts) -> tuple[PlanFacts, tuple[str, ...]]:
     """
     hosts, warnings, names, settings = [], list[str](), facts.names, facts.settings
     for host in facts.hosts:
-        if (known := host.calibration) is not None:
-            is_shared = known.machine.host == host.name and known.machine.device != "cuda"
+        if (stored := host.calibration) is not None:
+            is_shared = stored.machine.host == host.name and stored.machine.device != "cuda"
             sharing, is_alone = names.count(host.name) if is_shared else 1, len(names) == 1
             curves = tuple(
-                curve.slowed(1.0 if is_alone else curve.slowdown_together or sharing, sharing) for curve in known.curves
+                curve.slowed(1.0 if is_alone else curve.slowdown_together or sharing, sharing)
+                for curve in stored.curves
             )
             if sharing > 1 and any(curve.slowdown_together is None for curve in curves):
                 warnings.append(
@@ -221,12 +215,11 @@ def prepared(facts: PlanFacts) -> tuple[PlanFacts, tuple[str, ...]]:
                     f"of its speed and memory; {host.name}-0.json, ... would say what each has"
                 )
             limits = [size for size in (host.memory_bytes, *(curve.memory_limit_bytes for curve in curves)) if size]
-            known = known.model_copy(update={"curves": curves, "gflops": known.gflops and known.gflops / sharing})
-            host = replace(host, calibration=known, memory_bytes=min(limits, default=None))
+            rates = {"curves": curves, "gflops": stored.gflops and stored.gflops / sharing}
+            host = replace(host, calibration=stored.model_copy(update=rates), memory_bytes=min(limits, default=None))
         hosts.append(host)
     by_host = {"plan.memory_limit_gb": settings.plan.memory_limit_gb, "cost.watts": settings.cost.watts}
-    for setting, named in {**by_host, "cost.rent_per_hour": settings.cost.rent_per_hour}.items():
-        if isinstance(named, dict) and (strangers := sorted(named.keys() - set(names))):
-            ours = ", ".join(sorted(set(names)))
-            warnings.append(f"{setting}: no host of this run is called {', '.join(strangers)}; its hosts: {ours}")
+    for setting, values in {**by_host, "cost.rent_per_hour": settings.cost.rent_per_hour}.items():
+        if isinstance(values, dict) and (strangers := values.keys() - set(names)):
+            warnings.append(f"{setting}: no host of this run is called {', '.join(sorted(strangers))}")
     return replace(facts, hosts=hosts), tuple(dict.fromkeys(warnings))

@@ -17,6 +17,15 @@ from lib.plan import shares as work
 from lib.plan.calibration import BatchCurve, CurveKey
 from lib.plan.shares import split_evenly_sized
 
+DERIVED: tuple[str, ...] = (
+    "calibrated",
+    "steps_per_round",
+    "shares",
+    "blocks",
+    "predicted_step_seconds",
+    "efficiency",
+)  # in plan.json
+DERIVED += ("predicted_pairs_per_second", "solo_sum_pairs_per_second")
 DRAWN = {"points", "memory_limit_bytes", "key", "source", "measured_at"}  # of a curve, in plan.json
 
 
@@ -195,11 +204,11 @@ class ClusterPlan:
     @property
     def shares(self) -> list[int]:
         """Pairs a step, by worker."""
-        return [plan.share for plan in self.workers]
+        return [rank.share for rank in self.workers]
 
     @property
     def micro_batch_sizes(self) -> list[tuple[int, ...]]:
-        return [plan.micro_batch_sizes for plan in self.workers]
+        return [rank.micro_batch_sizes for rank in self.workers]
 
     @property
     def predicted_step_seconds(self) -> float | None:
@@ -220,8 +229,8 @@ class ClusterPlan:
     @property
     def solo_sum_pairs_per_second(self) -> float | None:
         """What the machines do alone, added up."""
-        known = [plan.solo_pairs_per_second for plan in self.ranks if plan.solo_pairs_per_second is not None]
-        return sum(known) if len(known) == len(self.ranks) else None
+        each = [rank.solo_pairs_per_second for rank in self.ranks]
+        return None if None in each else sum(filter(None, each))
 
     @property
     def efficiency(self) -> float | None:
@@ -242,16 +251,18 @@ class ClusterPlan:
 
     def to_dict(self) -> dict[str, object]:
         """For plan.json and the records; of the curves what can be drawn."""
-        bare = tuple(replace(rank, curve=None, part=None) for rank in self.ranks)
-        stored = asdict(replace(self, ranks=bare, rounds=None, basis=Basis()))
-        for rank, of_rank in zip(self.ranks, stored["ranks"], strict=True):
-            of_rank["predicted_compute_seconds"] = rank.predicted_compute_seconds
-        derived = ["calibrated", "steps_per_round", "shares", "blocks", "predicted_step_seconds", "efficiency"]
-        derived += ["predicted_pairs_per_second", "solo_sum_pairs_per_second"]
-        return {name: value for name, value in stored.items() if name != "basis"} | {
-            **{name: getattr(self, name) for name in derived},
-            "parts": [asdict(part) for part in self.parts],
-            "stages": [asdict(stage) for stage in self.stages],
+        ranks = [
+            asdict(replace(rank, curve=None, part=None)) | {"predicted_compute_seconds": rank.predicted_compute_seconds}
+            for rank in self.ranks
+        ]
+        stored = asdict(replace(self, ranks=(), basis=Basis()))
+        del stored["basis"]
+        return stored | {
+            **{name: getattr(self, name) for name in DERIVED},
+            "ranks": ranks,
+            "rounds": None,
+            "parts": list(map(asdict, self.parts)),
+            "stages": list(map(asdict, self.stages)),
             "merges": self.rounds and self.rounds.merges,
             "merging": self.rounds.reason if self.rounds else "",
             "key": self.basis.key and self.basis.key.model_dump(mode="json"),
@@ -263,23 +274,19 @@ class ClusterPlan:
 
     def with_micro_batches(self, micro_batch_sizes: Sequence[Sequence[int]], reason: str) -> ClusterPlan:
         """The same hosts with other work."""
-        ranks = (
-            replace(rank, share=sum(sizes), micro_batch_sizes=tuple(sizes))
-            for rank, sizes in zip(self.ranks, micro_batch_sizes, strict=True)
-        )
+        pairs = zip(self.ranks, map(tuple, micro_batch_sizes), strict=True)
+        ranks = (replace(rank, share=sum(sizes), micro_batch_sizes=sizes) for rank, sizes in pairs)
         return replace(self, ranks=tuple(ranks), reason=reason, warnings=(), predictions=())
 
-    def in_smaller(self, most: Sequence[int], reason: str) -> ClusterPlan:
-        """The same shares in smaller micro-batches, which hold less; what was predicted is as it was."""
-        needed, ranks = self.basis.needed_bytes or (lambda *_: None), self.in_pieces(most).ranks
-        sized = (replace(r, planned_bytes=r.share and needed(r.rank, max(r.micro_batch_sizes))) for r in ranks)
-        return replace(self, ranks=tuple(sized), reason=reason)
-
-    def in_pieces(self, most: Sequence[int | None]) -> ClusterPlan:
-        """Every rank's share in micro-batches of so many pairs; None: as it is."""
-        pairs = zip(self.ranks, most, strict=True)
-        sizes = [split_evenly_sized(rank.share, size) if size else rank.micro_batch_sizes for rank, size in pairs]
-        return self.with_micro_batches(sizes, self.reason)
+    def in_smaller(self, most: Sequence[int | None], reason: str) -> ClusterPlan:
+        """The same shares in micro-batches of so many pairs, one number a rank; None: as they are. What was predicted
+        of their time stays."""
+        ranks = []
+        for rank, size in zip(self.ranks, most, strict=True):
+            sizes = split_evenly_sized(rank.share, size) if size else rank.micro_batch_sizes
+            planned = self.basis.needed_bytes(rank.rank, max(sizes)) if self.basis.needed_bytes and sizes else None
+            ranks.append(replace(rank, micro_batch_sizes=sizes, planned_bytes=planned))
+        return replace(self, ranks=tuple(ranks), reason=reason)
 
     def within(self, most: Sequence[int | None]) -> ClusterPlan:
         """The plan with micro-batches of at most so many pairs, one number a rank; each rank keeps its share."""
@@ -315,8 +322,7 @@ def plan_cluster(
     for host, curve in zip(hosts, curves, strict=True):
         if curve is not None and curve.max_batch_size == 0:
             first = curve.points[0]
-            needed, limit = first.peak_memory_bytes or 0, curve.memory_limit_bytes or 0
-            raise work.TooLarge(host, first.batch_size, needed, limit)
+            raise work.TooLarge(host, first.batch_size, first.peak_memory_bytes, curve.memory_limit_bytes)
     work.check_count("plan.shares", shares, size)
     work.check_count("plan.micro_batch_sizes", micro_batch_sizes, size)
     reason = "shares as plan.shares has them"
@@ -325,18 +331,14 @@ def plan_cluster(
     elif shares is None:
         shares, reason = work.distribute_work(global_batch_size, speeds or [1] * size), "one rank does all"
         if size > 1:
-            reason = "equal shares, as nothing is measured"
-        if size > 1 and speeds is not None:
-            reason = "shares in proportion to the hosts' matrix-product rates, which the first steps correct"
-    fastest: dict[object, tuple[int, ...]] = {}  # of equal ranks
+            by_rates = "shares in proportion to the hosts' matrix-product rates, which the first steps correct"
+            reason = by_rates if speeds else "equal shares, as nothing is measured"
     ranks = []
-    for rank, (host, curve, share) in enumerate(zip(hosts, curves, map(int, shares), strict=True)):
-        if micro_batch_sizes is not None or curve is None:
-            most = micro_batch_sizes[rank] if micro_batch_sizes is not None else work.DEFAULT_MICRO_BATCH_SIZE
-            sizes = split_evenly_sized(share, most)
+    for rank, (host, curve, share) in enumerate(zip(hosts, curves, shares, strict=True)):
+        if curve is not None and micro_batch_sizes is None:
+            sizes = work.fastest_micro_batches(curve, share)
         else:
-            identity = work.curve_identity(curve), share
-            sizes = fastest.get(identity) or fastest.setdefault(identity, work.fastest_micro_batches(curve, share))
+            sizes = split_evenly_sized(share, (micro_batch_sizes or [work.DEFAULT_MICRO_BATCH_SIZE] * size)[rank])
         ranks.append(RankPlan(rank, host, share, sizes, curve, work.solo_pairs_per_second(curve) if curve else None))
     sync_seconds = 0.0 if sum(share > 0 for share in shares) == 1 else sync_seconds
     return ClusterPlan("synchronous", global_batch_size, tuple(ranks), sync_seconds, reason)

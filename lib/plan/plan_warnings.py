@@ -50,18 +50,15 @@ def needless_division(strategy: str, plan: ClusterPlan) -> str:
 
 def not_calibrated(settings: PlanSettings, plan: ClusterPlan) -> str:
     """Several hosts, of which one has no curve; raises UserError where plan.require_calibration refuses that."""
-    unknown = ", ".join(dict.fromkeys(rank.host for rank in plan.ranks if rank.curve is None))
-    if plan.divides_model or not unknown:
+    hosts = ", ".join(dict.fromkeys(rank.host for rank in plan.ranks if rank.curve is None))
+    if plan.divides_model or not hosts:
         return ""
     if settings.require_calibration:
-        raise UserError(
-            f"plan.require_calibration: no calibration of {unknown} for this model; run make calibrate there"
-        )
+        raise UserError(f"plan.require_calibration: no calibration of {hosts} for this model; run make calibrate there")
     if len({rank.host for rank in plan.ranks}) == 1:
         return ""
-    is_open = settings.replan and settings.shares is None
-    until = "the first steps correct the shares" if is_open else "whether the shares suit the hosts is not known"
-    return f"no calibration of {unknown}: {until}; make calibrate HOSTS=hostfile"
+    corrected = "; the first steps correct the shares" * (settings.replan and settings.shares is None)
+    return f"no calibration of {hosts}{corrected}; make calibrate HOSTS=hostfile"
 
 
 def learning_rate(train: TrainSettings) -> list[str]:
@@ -96,9 +93,3 @@ def uneven_labels(rows: int, desirable: int, train: TrainSettings) -> str | None
     name, times = "undesirable" if ratio > 1 else "desirable", max(ratio, 1 / ratio)
     evened = f"train.{name}_weight={getattr(train, f'{name}_weight') * times:.3g} evens them out"
     return f"{desirable:,} rows are desirable and {undesirable:,} are not, {times:.3g} times the weight; {evened}"
-
-
-def long_warm_up(steps: int, train: TrainSettings) -> str | None:
-    """A run that ends before its learning rate has risen."""
-    never = f"train.warmup_steps={train.warmup_steps} and {steps} steps in all: the learning rate never reaches "
-    return f"{never}{train.learning_rate:g}" if train.warmup_steps >= steps else None

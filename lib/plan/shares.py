@@ -21,14 +21,13 @@ TIDY_TOLERANCE = 0.01  # of the step's time, given up for micro-batches of one s
 class TooLarge(UserError):
     """A host's memory does not hold the model and one pair, which need so many bytes."""
 
-    def __init__(self, host: str, pairs: int, needed_bytes: int, limit_bytes: int):
+    def __init__(self, host: str, pairs: int, needed_bytes: int | None, limit_bytes: int | None):
+        self.needed_bytes = needed_bytes or 0
         needs = "one pair needs" if pairs == 1 else f"{pairs} pairs need"
         super().__init__(
-            f"host {host}: {needs} {needed_bytes / 1e9:.2f} GB, but it has {limit_bytes / 1e9:.2f} GB less "
-            f"{MEMORY_HEADROOM:.0%} headroom; try model.gradient_checkpointing=true, a smaller data.max_length, or a "
-            "quantised model with model.method=lora, or leave the host out"
+            f"host {host}: {needs} {self.needed_bytes / 1e9:.2f} GB, but it has {(limit_bytes or 0) / 1e9:.2f} GB less "
+            f"{MEMORY_HEADROOM:.0%} headroom; try a smaller data.max_length or a quantised model, or leave the host out"
         )
-        self.needed_bytes = needed_bytes
 
 
 def distribute_work(total_examples: int, ratios: Sequence[float]) -> list[int]:
@@ -37,7 +36,7 @@ def distribute_work(total_examples: int, ratios: Sequence[float]) -> list[int]:
     shares = np.floor(exact).astype(int)
     most_cut_first = np.argsort(shares - exact, kind="stable")
     shares[most_cut_first[: total_examples - shares.sum()]] += 1
-    return list(map(int, shares))
+    return [*map(int, shares)]
 
 
 def check_count(setting: str, numbers: Sequence[int] | None, world_size: int) -> None:

@@ -39,7 +39,7 @@ def plan(facts: PlanFacts) -> ClusterPlan:
     facts, warnings = prepared(facts)
     settings = facts.settings
     if settings.strategy in DIVIDED and facts.can_divide(settings.strategy):
-        chosen = _plan_divided(facts, settings.strategy, None)
+        chosen = _plan_divided(facts, [settings.strategy], None)
     else:
         try:
             chosen = _plan_replicas(facts)
@@ -47,7 +47,7 @@ def plan(facts: PlanFacts) -> ClusterPlan:
             is_open = settings.strategy == "auto" and settings.plan.shares is None
             if not is_open or not any(map(facts.can_divide, DIVIDED)):
                 raise
-            chosen = _plan_divided(facts, None, too_large)
+            chosen = _plan_divided(facts, DIVIDED, too_large)
     if chosen.calibrated:
         others = [_divided_by(facts, strategy)[0] for strategy in reversed(DIVIDED)]
         added = [replace(way, chosen=False) for other in others if other for way in other.predictions]
@@ -100,27 +100,28 @@ def _plan_replicas(facts: PlanFacts) -> ClusterPlan:
     )
     merge_seconds = _merge_seconds(facts, apart) if chosen.calibrated and facts.link_is_known else None
     merging = plan_merging(facts, merge_seconds, _independent_seconds(apart) if merge_seconds is not None else None)
-    predictions = _predictions(facts, chosen, apart, sync_seconds, (merging, merge_seconds or 0.0))
+    of_merges = merge_seconds / merging.steps_per_round if merge_seconds and merging.merges else 0.0
+    predictions = _predictions(facts, chosen, apart, sync_seconds, of_merges)
     return replace(chosen, predictions=predictions, rounds=merging if strategy == "independent" and several else None)
 
 
 def _divided_batch(facts: PlanFacts, key: CurveKey, syncs: bool) -> ClusterPlan:
     """The global batch among replicas."""
     settings, curves = facts.settings.plan, facts.measured_curves(key)
-    given = settings.micro_batch_sizes
+    sizes = settings.micro_batch_sizes
     divided = plan_cluster(
         facts.names,
         facts.batch_size,
         curves=curves,
         shares=settings.shares,
-        micro_batch_sizes=given,
+        micro_batch_sizes=sizes,
         sync_seconds=_sync_seconds(facts, curves) if syncs else 0.0,
         speeds=facts.relative_speeds(),
     )
-    if given is not None and (facts.settings.strategy != "auto" or len(curves) == 1):
+    if sizes is not None and (facts.settings.strategy != "auto" or len(curves) == 1):
         return divided
     most = [None if curve else facts.default_size(rank, key) for rank, curve in enumerate(curves)]  # or TooLarge
-    return divided if given is not None else divided.in_pieces(most)
+    return divided.in_smaller(most, divided.reason) if sizes is None else divided
 
 
 def _gradient_bytes(facts: PlanFacts, curves: Sequence[BatchCurve | None]) -> float:
@@ -168,12 +169,10 @@ def _merge_seconds(facts: PlanFacts, apart: ClusterPlan) -> float | None:
 
 
 def _predictions(
-    facts: PlanFacts, chosen: ClusterPlan, apart: ClusterPlan, sync_seconds: float, merges: tuple[Merging, float]
+    facts: PlanFacts, chosen: ClusterPlan, apart: ClusterPlan, sync_seconds: float, merge_seconds: float
 ) -> tuple[Prediction, ...]:
-    """Both strategies, equal shares, and the fastest hosts each alone; nothing without curves.
-
-    merges: how often independent ranks merge, and what one merge takes.
-    """
+    """Both strategies, equal shares, and the fastest hosts each alone; nothing without curves. merge_seconds: that
+    independent ranks' merges take, a step."""
     solo, step_seconds = chosen.solo_sum_pairs_per_second, chosen.predicted_step_seconds
     if solo is None or step_seconds is None:
         return ()
@@ -195,11 +194,10 @@ def _predictions(
     of_equal = prediction("synchronous, equal shares", chosen.ranks, equal.predicted_step_seconds)
     working, at_work = ([rank for rank in each.ranks if rank.share] for each in (chosen, apart))
     seconds = step_seconds - chosen.sync_seconds + sync_seconds * (len(working) > 1)
-    together = prediction(f"synchronous, {sum_of(chosen.shares)}", working, seconds)
-    merging, merge_seconds = merges
-    seconds = _independent_seconds(apart) + merge_seconds * (1 / merging.steps_per_round if merging.merges else 0.0)
-    in_rounds = prediction(f"independent, {sum_of(apart.shares)}", at_work, seconds)
-    first, second = (in_rounds, together) if chosen.strategy == "independent" else (together, in_rounds)
+    both = [prediction(f"synchronous, {sum_of(chosen.shares)}", working, seconds)]
+    seconds = _independent_seconds(apart) + merge_seconds
+    both.append(prediction(f"independent, {sum_of(apart.shares)}", at_work, seconds))
+    first, second = both[::-1] if chosen.strategy == "independent" else both
     return replace(first, chosen=True), second, of_equal, *alone
 
 
@@ -260,7 +258,7 @@ def default_merge(independent: IndependentSettings, model: ModelSettings) -> str
 def _divided_by(facts: PlanFacts, strategy: str) -> tuple[ClusterPlan | None, str]:
     """The plan of one way to divide the model; or None, and why not."""
     settings = facts.settings
-    if settings.strategy != strategy:  # what was given of shares and sizes is for another strategy
+    if settings.strategy != strategy:  # configured shares and sizes are for another strategy
         unset = settings.plan.model_copy(update={"shares": None, "micro_batch_sizes": None})
         settings = settings.model_copy(update={"plan": unset})
     try:
@@ -273,15 +271,16 @@ def _divided_by(facts: PlanFacts, strategy: str) -> tuple[ClusterPlan | None, st
         return None, str(error)
 
 
-def _plan_divided(facts: PlanFacts, asked: str | None, too_large: TooLarge | None) -> ClusterPlan:
-    """The plan of a run whose model is divided, as configured, or because the whole is too large for a host."""
+def _plan_divided(facts: PlanFacts, strategies: Sequence[str], too_large: TooLarge | None) -> ClusterPlan:
+    """The plan of a run whose model is divided, by one of these strategies, as configured, or because the whole is too
+    large for a host."""
     candidates = {strategy: _divided_by(facts, strategy) for strategy in DIVIDED}
-    possible = [plan for name, (plan, _) in candidates.items() if plan and asked in (None, name)]
+    possible = [plan for name in strategies if (plan := candidates[name][0])]
     if not possible:
-        why_not = "; ".join(why for name, (_, why) in candidates.items() if why and asked in (None, name))
-        raise UserError(why_not if asked else f"{too_large}; nor can it be divided: {why_not}")
+        why_not = "; ".join(filter(None, (candidates[name][1] for name in strategies)))
+        raise UserError(f"{too_large}; nor can it be divided: {why_not}" if too_large else why_not)
     best = max(possible, key=lambda each: (each.predicted_pairs_per_second or 0.0) * (NOTEWORTHY if each.stages else 1))
-    other, why_not = next(found for strategy, found in candidates.items() if strategy != best.strategy)
+    ((other, why_not),) = (of for strategy, of in candidates.items() if strategy != best.strategy)
     others = [replace(way, chosen=False) for way in other.predictions] if other else []
     why = "as strategy has it"
     if too_large is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import deque
@@ -17,13 +16,14 @@ from rich.live import Live
 from rich.text import Text
 
 from lib.config import read_file
-from lib.config.settings import Config, CostSettings, MetalSettings
+from lib.config.settings import CostSettings, EvaluateSettings, MetalSettings, ModelSettings, TrainSettings
 from lib.data.batch import real_tokens
+from lib.data.prompts import Prompts
 from lib.distributed.world import World
 from lib.evaluate.evaluator import ANSWER_TOKENS, SAMPLE_TOKENS
 from lib.plan.cost import Pace, Work, hosts_cost, memory_text, outlook
 from lib.plan.plan import ClusterPlan
-from lib.plan.plan_warnings import long_warm_up, uneven_labels
+from lib.plan.plan_warnings import uneven_labels
 from lib.report import tables
 from lib.system import metal
 from lib.system.hardware import device_name, mlx_device
@@ -202,9 +202,9 @@ class ProgressLine:
     def _mean(self, name: str) -> float | None:
         """Each pair counted once; steps that were left out count nowhere."""
         each = ((record.get(name), record["pairs"]) for record in self.results)
-        known = [(value, pairs) for value, pairs in each if value is not None and math.isfinite(value)]
-        pairs = sum(count for _, count in known)
-        return sum(value * count for value, count in known) / pairs if pairs else None
+        finite = [(value, pairs) for value, pairs in each if value is not None and math.isfinite(value)]
+        pairs = sum(count for _, count in finite)
+        return sum(value * count for value, count in finite) / pairs if pairs else None
 
     def shown(self, width: int, bar: str, lead: str = "") -> Text:
         """As many figures as fit in a line, the more important first. bar: its two signs, done and to do, or none.
@@ -222,82 +222,98 @@ class ProgressLine:
         return with_bar([field[1] for field in fields if field in fitting], step / max(self.total, 1), width, bar)
 
 
-def show_run(say: RunConsole, config: Config, plan: ClusterPlan, inputs: Inputs, steps: int) -> None:
-    """Derived, printed, then run: the facts of a run, its plan, and every strategy's prediction."""
-    data, valid, model, train = inputs.data, inputs.valid, config.model, config.train
-    about, epochs = "about " * data.is_estimated, steps / -(-len(data) // train.global_batch_size)
+def show_run(
+    say: RunConsole,
+    folder: Path,
+    model: ModelSettings,
+    train: TrainSettings,
+    plan: ClusterPlan,
+    inputs: Inputs,
+    steps: int,
+) -> None:
+    """The facts of a run, and its first row as the model sees it. folder: of the run."""
+    data, valid, batch = inputs.data, inputs.valid, train.global_batch_size
+    about, epochs = "about " * data.is_estimated, steps / -(-len(data) // batch)
     ranks = " and ".join(map(str, sorted({model.rank, *model.rank_pattern.values()})))
     shares = " + ".join(map(str, plan.shares)) + " = " if len(plan.workers) > 1 else ""
     tokens = f"{about}{int(data.lengths.sum()):,} tokens, longest {about}{int(data.lengths.max())}"
-    held_out = "" if valid is None else f"{valid.path}: {len(valid):,} rows"
-    held_out += f" from {valid.columns}" if valid is not None and valid.columns != data.columns else ""
     rows = [
-        ("model", f"{model.path}, {model.method}" + (f" of rank {ranks}" if model.method != "full" else "")),
-        ("loss", train.loss_name if train.loss == "sft" else f"{train.loss_name}, beta {train.beta:g}"),
+        ("model", f"{model.path}, {model.method}" + f" of rank {ranks}" * (model.method != "full")),
+        ("loss", train.loss_name + f", beta {train.beta:g}" * (train.loss != "sft")),
         ("data", f"{data.path}: {len(data):,} rows, {tokens}" + ", read as they are needed" * data.is_estimated),
         ("format", data.columns),
         ("labels", "" if data.labels is None else data.unit.removeprefix("rows ").strip("()")),
-        ("held out", held_out),
-        ("steps", f"{steps:,} of {shares}{train.global_batch_size:,} rows, {epochs:.3g} epoch{'s' * (epochs != 1)}"),
+        ("held out", f"{valid.path}: {len(valid):,} rows" if valid else ""),
+        ("steps", f"{steps:,} of {shares}{batch:,} rows, {epochs:.3g} epoch{'s' * (epochs != 1)}"),
         ("plan", plan.reason),
         ("merging", plan.rounds.reason if plan.rounds else ""),
-        ("folder", str(Path(config.run.dir) / str(config.run.name))),
+        ("folder", str(folder)),
     ]
-    say.facts(f"run {config.run.name}", [row for row in rows if row[1]])
+    say.facts(f"run {folder.name}", [row for row in rows if row[1]])
     if inputs.first_row is not None:
         say.line(inputs.first_row, lead="row 1: ")
+
+
+def show_plan(
+    say: RunConsole, train: TrainSettings, prices: CostSettings, plan: ClusterPlan, inputs: Inputs, steps: int
+) -> None:
+    """Every rank's part, every strategy's prediction, and what is likely to be a mistake."""
     if len(plan.ranks) > 1:
-        planned = plan.rows()
-        known = [name for name in planned[0] if any(row[name] != "-" for row in planned)]
+        rows = plan.rows()
+        columns = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
         say.line("")
-        say.table("", known, [[row[name] for name in known] for row in planned], text_columns=2)
+        say.table("", columns, [[row[name] for name in columns] for row in rows], text_columns=2)
     if plan.predictions:
-        _show_predictions(say, config.cost, plan, steps)
-    for text in _warnings(config, plan, inputs, steps):
+        _show_predictions(say, prices, plan, steps)
+    labels = inputs.data.labels
+    uneven = None if labels is None else uneven_labels(len(labels), int(labels.sum()), train)
+    for text in (*plan.warnings, *filter(None, [uneven]), *_rows_left_out(inputs)):
         say.warning(text)
 
 
-def _warnings(config: Config, plan: ClusterPlan, inputs: Inputs, steps: int) -> Iterator[str]:
-    """What a person may believe of the settings or the data that is not so."""
-    data, longest = inputs.data, config.data.max_length
-    yield from plan.warnings
-    uneven = None if data.labels is None else uneven_labels(len(data), int(data.labels.sum()), config.train)
-    yield from filter(None, (long_warm_up(steps, config.train), uneven))
-    sized: list[Any] = [data, inputs.valid]
-    for rows in filter(None, sized):
+def _rows_left_out(inputs: Inputs) -> Iterator[str]:
+    every: list[Any] = [inputs.data, inputs.valid]
+    for rows in filter(None, every):
         if rows.truncated_count:
             count = f"{'about ' * rows.is_estimated}{rows.truncated_count} of {len(rows)}"
-            yield f"{rows.path}: {count} rows cut to data.max_length={longest} tokens"
+            yield f"{rows.path}: {count} rows are cut to data.max_length"
         if rows.skipped:
             first = "; ".join(rows.skipped[:5]) + " ..." * (rows.skipped_count > 5)
             yield f"{rows.path}: {rows.skipped_count} unusable rows left out (data.skip_invalid): {first}"
 
 
-def expected(config: Config, inputs: Inputs, plan: ClusterPlan, pace: Pace | None) -> str:
+def expected(
+    model: ModelSettings,
+    train: TrainSettings,
+    evaluate: EvaluateSettings,
+    inputs: Inputs,
+    plan: ClusterPlan,
+    pace: Pace | None,
+    steps: int,
+) -> str:
     """The run's whole wall time by its parts, and the fullest rank's memory; of a run of rounds the memory alone."""
-    evaluate, data, steps = config.evaluate, inputs.data, config.steps_over(len(inputs.data))
-    evaluations, questions = 1 + -(-steps // (evaluate.every or steps or 1)), len(inputs.questions)
-    batches = -(-min(questions, evaluate.answers_limit) // evaluate.batch_size)
-    prompts, seen, _ = data.trained
-    answer_tokens = evaluations * batches * min(evaluate.max_tokens, float((seen - prompts[:, None]).mean()))
-    answered = evaluations * min(questions, evaluate.answers_limit)
-    if evaluate.samples and inputs.tokenizer is not None:  # before and after training
-        answer_tokens += 2 * (ANSWER_TOKENS if questions else SAMPLE_TOKENS)
-        answered += 2 * evaluate.samples
-    work = Work(
-        steps=steps,
-        trained=min(len(data), steps * config.train.global_batch_size),
-        held_out=len(inputs.valid) if inputs.valid is not None else 0,
-        evaluations=evaluations,
-        answer_tokens=round(answer_tokens),
-        asked_rows=answered * float(prompts.sum() / real_tokens(prompts, seen).sum()),
-        asks_reference=needs_reference(config.train),
-    )
-    memory, text = memory_text(plan), ""
-    if pace is not None and steps and not config.rollouts.rounds:  # rounds take an unknown time
-        known = outlook(pace, work, mlx_device()[0])
-        shown = ", ".join(f"{name} {duration(round(seconds, 1))}" for name, seconds in known.items() if seconds)
-        text = f"about {duration(sum(known.values()))} in all ({shown}), by {pace.basis}"
+    data, memory, text = inputs.data, memory_text(plan), ""
+    if pace is not None and steps and not isinstance(data, Prompts):  # rounds take an unknown time
+        evaluations, (prompts, seen, _) = 1 + -(-steps // (evaluate.every or steps)), data.trained
+        answers = min(len(inputs.questions), evaluate.answers_limit)
+        passes = evaluations * -(-answers // evaluate.batch_size)
+        tokens = passes * min(evaluate.max_tokens, float((seen - prompts[:, None]).mean()))
+        samples = 2 * evaluate.samples * (inputs.tokenizer is not None)  # before and after training
+        if samples:
+            tokens += 2 * (ANSWER_TOKENS if answers else SAMPLE_TOKENS)
+        has_reference = needs_reference(train)
+        work = Work(
+            steps=steps,
+            reference_rows=has_reference * min(len(data), steps * train.global_batch_size),
+            held_out=len(inputs.valid or ()),
+            # With the policy as its own reference the first evaluation has the reference's log-probabilities.
+            evaluation_passes=evaluations - (has_reference and model.reference == "initial"),
+            answer_tokens=round(tokens),
+            answered_rows=(evaluations * answers + samples) * float(prompts.sum() / real_tokens(prompts, seen).sum()),
+        )
+        parts = outlook(pace, work, mlx_device()[0])
+        shown = ", ".join(f"{name} {duration(round(seconds, 1))}" for name, seconds in parts.items() if seconds)
+        text = f"about {duration(sum(parts.values()))} in all ({shown}), by {pace.basis}"
     return "; ".join(filter(None, (text, memory and f"{memory} of memory")))
 
 
@@ -306,12 +322,12 @@ def _show_predictions(say: Terminal, prices: CostSettings, plan: ClusterPlan, st
     columns, rows = ["", "η", "step", "pairs/s", "memory", "in all", "energy", "cost"], []
     for candidate in plan.predictions:
         seconds, share, size = candidate.step_seconds, candidate.efficiency, candidate.memory_bytes
-        cost = None if seconds is None else hosts_cost(candidate.hosts, steps * seconds, prices)
         row = [f"{'➜' if candidate.chosen else ' '} {candidate.strategy}"]
         row.append("-" if share is None else f"{100 * share:.0f} %")
-        speeds = [] if seconds is None else [f"{seconds:.3g} s", three_digits(plan.global_batch_size / seconds)]
-        row += [*(speeds or "--"), "-" if size is None else size_text(size)]
+        row += ["-", "-"] if seconds is None else [f"{seconds:.3g} s", three_digits(plan.global_batch_size / seconds)]
+        row.append("-" if size is None else size_text(size))
         row.append("-" if seconds is None else duration(steps * seconds))
+        cost = None if seconds is None else hosts_cost(candidate.hosts, steps * seconds, prices)
         rows.append([*row, *([f"{cost['energy_kwh']:.3g} kWh", f"{cost['cost']:.2f}"] if cost else [])])
     width = min(map(len, rows)) if plan.calibrated or plan.divides_model else 2
     say.line("")
@@ -322,20 +338,15 @@ def _show_predictions(say: Terminal, prices: CostSettings, plan: ClusterPlan, st
 def attend_displays(say: Terminal, settings: MetalSettings, world: World, hosts: Sequence[str], dry_run: bool) -> None:
     """Looks after the displays of Macs, as metal.display says, and warns of those that stay lit. All ranks call it."""
     is_first_here = list(hosts).index(hosts[world.rank]) == world.rank
-    mine = metal.attend_displays(settings.display, is_first_here, only_look=dry_run)
-    displays = world.gather_text(json.dumps(mine), "the hosts' displays")
-    if (advice := metal.advice(hosts, [json.loads(text) for text in displays])) is not None:
+    displays = metal.attend_displays(settings.display, is_first_here, only_look=dry_run)
+    if (advice := metal.advice(hosts, world.gather_values(displays, "the hosts' displays"))) is not None:
         say.warning(advice)
 
 
-def show_choice(say: Terminal, planned: ClusterPlan, chosen: ClusterPlan) -> None:
-    """The plan, if a trial changed it."""
+def show_model(say: Terminal, model: nn.Module, planned: ClusterPlan, chosen: ClusterPlan, expected: str) -> None:
+    """The plan, if a trial changed it; how much of the model is trained, and what the run will take."""
     if chosen is not planned:
         say.line(f"plan: {chosen.reason}")
-
-
-def show_model(say: Terminal, model: nn.Module, expected: str) -> None:
-    """How much of the model is trained, and what the run will take."""
     total = sum(array.size for _, array in tree_flatten(model.parameters()))
     trained = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
     say.line(f"training {trained:,} of {total:,} parameters ({100 * trained / total:.2f} %) on {device_name()}")
@@ -343,9 +354,11 @@ def show_model(say: Terminal, model: nn.Module, expected: str) -> None:
         say.line(f"expected: {expected}")
 
 
-def show_end(say: Terminal, folder: Path, loss: object) -> None:
-    """The closing tables, where the files are, what to type next, and in a file the summary as JSON. folder: of a run
-    that has ended with this loss."""
+def show_end(say: RunConsole, folder: Path, loss: object) -> None:
+    """On rank 0 the closing tables, where the files are, what to type next, and in a file the summary as JSON. folder:
+    of a run that has ended with this loss."""
+    if say.rank:
+        return
     summary = read_file.read_object(folder / "summary.json", "summary")
     before = {name.removesuffix("_before"): value for name, value in summary.items() if name.endswith("_before")}
     if rows := tables.held_out(before, {**summary, "exact_match": summary["exact_match_after"]}):
@@ -365,4 +378,4 @@ def show_end(say: Terminal, folder: Path, loss: object) -> None:
         say.command([*words, *generate, "--prompt", "...", *options], lead="try it    ")
     say.command([*words, "lib.server", "--run", str(folder)], lead="serve it  ")
     say.command([*words, "lib.dashboard", str(folder)], lead="see it    ")
-    say.record(dict(summary))
+    say.record(summary)

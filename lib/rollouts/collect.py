@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -22,13 +22,13 @@ import numpy as np
 from pydantic import FiniteFloat, TypeAdapter
 
 from lib.config.settings import Config
-from lib.data.prompts import Prompts, asked_of, columns_of
+from lib.data.prompts import Prompts, columns_of
 from lib.data.record_formats import VOCABULARY
-from lib.data.tokenizer import Tokenizer, vocabulary_digest
+from lib.data.tokenizer import vocabulary_digest
 from lib.distributed.work_queue import Lines, WorkQueue, open_queue
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.evaluate.judges import Judge, Question, scores_of
+from lib.evaluate.judges import Judge, question_of, scores_of
 from lib.evaluate.sampler import Prompt, Sampler
 from lib.evaluate.score_file import FileJob, is_on_rank_0, key_of, pull
 from lib.rollouts.pairs import Answer, Group, Pair, pairs_of
@@ -135,12 +135,8 @@ class Collector:
             texts = [answer.text for answer in self._lines(number, SAMPLES, Answer)]
 
         def lines(part: range) -> Lines:
-            questions = [
-                question_of(
-                    rows[i], texts[i * count : (i + 1) * count], self.prompts, self.config, self.sampler.tokenizer
-                )
-                for i in part
-            ]
+            source = self.prompts.records, self.config.data, self.sampler.tokenizer
+            questions = [question_of(rows[i], texts[i * count : (i + 1) * count], *source) for i in part]
             return [
                 json.dumps({"prompt_id": rows[i], "k": k, "score": of.score, "fault": of.fault}, ensure_ascii=False)
                 for i, of_row in zip(part, scores_of(self.judge, questions), strict=True)
@@ -190,12 +186,6 @@ class Collector:
             "rejected_ids": pair.rejected.tokens,
         }
         return json.dumps(record, ensure_ascii=False)
-
-
-def question_of(row: int, texts: Sequence[str], prompts: Prompts, config: Config, tokenizer: Tokenizer) -> Question:
-    """What a judge is asked about some answers to a prompt."""
-    record = prompts.records[row]
-    return Question(prompts.records.location(row), asked_of(record, config.data, tokenizer), texts, record)
 
 
 def policy_of(folder: Path) -> str:

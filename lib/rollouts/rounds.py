@@ -24,11 +24,11 @@ from lib.distributed.world import World
 from lib.errors import AgreedError, UserError, in_one_line
 from lib.evaluate.evaluator import Evaluator
 from lib.evaluate.exact_match import greedy
-from lib.evaluate.judges import Judge, judge_of, scores_of
+from lib.evaluate.judges import Judge, judge_of, question_of, scores_of
 from lib.evaluate.sampler import Sampler
 from lib.evaluate.score_file import key_of
 from lib.model import adapter_files
-from lib.rollouts.collect import PAIRS, SAMPLES, Collector, policy_of, question_of
+from lib.rollouts.collect import PAIRS, SAMPLES, Collector, policy_of
 from lib.rollouts.pairs import (
     Group,
     Pair,
@@ -69,7 +69,9 @@ class HeldOut:
         with world.agreeing("judging held-out answers"):
             if world.rank == 0:
                 each = enumerate(texts)
-                questions = [question_of(row, [text], prompts, run.config, tokenizer) for row, text in each]
+                questions = [
+                    question_of(row, [text], prompts.records, run.config.data, tokenizer) for row, text in each
+                ]
                 scores = [of.score for (of,) in scores_of(self.judge, questions) if of.score is not None]
                 score = sum(scores) / len(scores) if scores else None
         score = json.loads(world.broadcast_text(json.dumps(score)))
@@ -248,7 +250,7 @@ def train(run: TrainingRun, evaluator: Evaluator) -> TrainingLoop:
         named = config.evaluate.model_copy(update={"judge": getattr(config, section).judge})
         judge = judge_of(config.model_copy(update={"evaluate": named}), f"{section}.judge", grades=True)
         answer = prompts.records[0].get(ANSWER)
-        judge.require_scores(question_of(0, ["" if answer is None else str(answer)], prompts, config, tokenizer))
+        judge.require_scores(question_of(0, [str(answer or "")], prompts.records, config.data, tokenizer))
         return judge
 
     with world.agreeing("opening the prompts"):
