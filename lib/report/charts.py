@@ -116,8 +116,8 @@ def round_panels(run: RunHistory) -> list[Panel]:
     charted = [(name, of, held_out) for name, of in tables.HELD_OUT.items()]
     charted += [(name, of, answers) for name, of in tables.OF_ROUNDS.items()]
     for name, quantity, points in charted if records else ():
-        if known := [(number, of[name]) for number, of in points if of.get(name) is not None]:
-            numbers, values = zip(*known, strict=True)
+        if measured := [(number, of[name]) for number, of in points if of.get(name) is not None]:
+            numbers, values = zip(*measured, strict=True)
             symbols = ["x" if records.get(number, {}).get("undone") else "circle" for number in numbers]
             look: Plotly = {"mode": "lines+markers", "marker": {"symbol": symbols, "size": 8}}
             trace = line(numbers, values, quantity.label, style(0), **look)
@@ -140,13 +140,9 @@ def style(index: int) -> Plotly:
 
 def running_mean(values: np.ndarray) -> np.ndarray:
     """The mean of the last twentieth of all values at each of them; NaN counts nowhere."""
-    window, known = max(1, len(values) // 20), np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(known)])
-    ends = np.arange(1, len(values) + 1)
-    begins = np.maximum(ends - window, 0)
-    number = counts[ends] - counts[begins]
-    return np.divide(sums[ends] - sums[begins], number, out=np.full(len(values), np.nan), where=number > 0)
+    finite, window = np.isfinite(values), np.ones(max(1, len(values) // 20))
+    sums, counts = (np.convolve(each, window)[: len(values)] for each in (np.where(finite, values, 0.0), finite))
+    return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)
 
 
 def line(x: Any, y: Any, name: str, look: Plotly, **more: Any) -> Plotly:
@@ -196,9 +192,9 @@ def sections_of(runs: Sequence[RunHistory], now: RunFigures) -> list[PageSection
     """Curves of learning of all these runs; all else is of the first, whose figures `now` are."""
     run, summary = runs[0], now.summary | runs[0].stored_summary
     train, start = run.config.get("train") or {}, run.start
-    made_with = {"data": (run.config.get("data") or {}).get("train"), "loss": train.get("loss")}
-    made_with |= {"learning rate": train.get("learning_rate"), "seed": train.get("seed")}
-    made_with |= {name: start.get(name) for name in ("commit", "platform")} | (start.get("versions") or {})
+    settings = {"data": (run.config.get("data") or {}).get("train"), "loss": train.get("loss")}
+    settings |= {"learning rate": train.get("learning_rate"), "seed": train.get("seed")}
+    settings |= {"commit": start.get("commit"), "platform": start.get("platform"), **(start.get("versions") or {})}
     missing = ", ".join(f"rank {rank} ({host})" for rank, host in now.missing)
     elsewhere = [f"Not shown: {missing}. The records are on those hosts and come with the next checkpoint."]
     before = (run.of_kind("evaluation") or [Record()])[0]
@@ -214,7 +210,7 @@ def sections_of(runs: Sequence[RunHistory], now: RunFigures) -> list[PageSection
         ),
         PageSection("Samples before and after", texts=samples(run)),
         PageSection("What happened when", None, happened(run)),
-        PageSection("How it was made", None, [(name, str(of)) for name, of in made_with.items() if of is not None]),
+        PageSection("How it was made", None, [(name, str(of)) for name, of in settings.items() if of is not None]),
     ]
     return [section for section in each if section.rows or section.panels or section.texts]
 

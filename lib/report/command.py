@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def serve(runs: Path, given: Sequence[Path], host: str, port: int) -> None:
+def serve(runs: Path, selected: Sequence[Path], host: str, port: int) -> None:
     """Serves until it is interrupted. Raises UserError: the port is taken, or Dash is not installed."""
     try:
         from werkzeug.serving import make_server
@@ -61,7 +61,7 @@ def serve(runs: Path, given: Sequence[Path], host: str, port: int) -> None:
     except ImportError as error:
         raise UserError("the dashboard needs Dash; run pip install -c constraints.txt dash") from error
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    watcher, token = dashboard_page.Watcher(runs, given), secrets.token_urlsafe(24)
+    watcher, token = dashboard_page.Watcher(runs, selected), secrets.token_urlsafe(24)
     if not watcher.listed():
         print(f"dashboard: no run in {runs}/ yet; one that starts is shown", flush=True)
     try:

@@ -49,9 +49,6 @@ SHOWN_STEPS = 10  # from one such line to the next
 # Of a step's line: importance, the smaller the greater; label, key, form.
 SHOWN = [(1, "loss", "loss", ".4f"), (3, "acc", "reward_accuracy", ".1%"), (3, "reward", "reward", ".3f")]
 SHOWN += [(4, "margin", "reward_margin", ".3f"), (6, "kl", "kl", ".2f")]
-# The same of rates: importance, key, form.
-RATES = [(7, "tokens_per_second", "{:,.0f} tokens/s"), (9, "computed_tokens_per_second", "{:,.0f} with padding")]
-RATES += [(9, "tflops", "{:.3g} TFLOP/s"), (9, "matrix_rate_share", "{:.0%} of the matrix rate")]
 
 
 class RunConsole(Terminal):
@@ -183,21 +180,16 @@ class ProgressLine:
         """Importance, the smaller the greater, and text."""
         if not self.results or self.busy_with:
             return [(1, f"{self.busy_with} ...")] if self.busy_with else []
+        tokens = [record["tokens_per_second"] * record["step_seconds"] for record in self.results]
         pairs, seconds = (sum(record[name] for record in self.results) for name in ("pairs", "step_seconds"))
-        rate = self.factor * pairs / (seconds or math.inf)
+        scale = self.factor / (seconds or math.inf)
         return [
             *((weight, labelled(label, self._mean(name), form)) for weight, label, name, form in SHOWN),
             (7, f"lr {self.results[-1]['learning_rate']:.1e}"),
-            (2, f"{three_digits(rate)} {self.unit}/s"),
-            *((weight, form.format(rate)) for weight, name, form in RATES if (rate := self._rate(name))),
+            (2, f"{three_digits(scale * pairs)} {self.unit}/s"),
+            (7, f"{scale * sum(tokens):,.0f} tokens/s"),
             (8, size_text(max(record["peak_memory_bytes"] for record in self.results))),
         ]
-
-    def _rate(self, name: str) -> float:
-        """Of all ranks; as a share, of one."""
-        sums = (record[name] * record["step_seconds"] for record in self.results if record.get(name))
-        mean = sum(sums) / (sum(record["step_seconds"] for record in self.results) or math.inf)
-        return mean if name == "matrix_rate_share" else self.factor * mean
 
     def _mean(self, name: str) -> float | None:
         """Each pair counted once; steps that were left out count nowhere."""

@@ -40,14 +40,14 @@ GRAPH_OPTIONS = {"displayModeBar": False, "displaylogo": False, "showLink": Fals
 class Watcher:
     """The runs that pages show, read as their logs grow."""
 
-    def __init__(self, folder: Path, given: Sequence[Path] = ()):
-        self.folder, self.given = folder, list(given)
+    def __init__(self, folder: Path, selected: Sequence[Path] = ()):
+        self.folder, self.selected = folder, list(selected)
         self.runs: dict[str, RunHistory] = {}  # by folder
         self.lock = threading.Lock()
 
     def listed(self) -> list[Path]:
-        """Runs to choose from: those given, or the newest of the folder."""
-        return self.given or runs_in(self.folder)[:LISTED_RUNS]
+        """Runs to choose from: those of the command line, or the newest of the folder."""
+        return self.selected or runs_in(self.folder)[:LISTED_RUNS]
 
     def read(self, folders: Sequence[str]) -> list[RunHistory]:
         """Those of these runs that are listed. A page waits for its logs for READ_SECONDS at most; more comes later."""
@@ -63,7 +63,7 @@ def make_app(watcher: Watcher, token: str) -> dash.Dash:
     """The Dash application, for those who have the token: in the address (?token=), then in a cookie."""
 
     def layout() -> Any:
-        first = [str(path) for path in (watcher.given or watcher.listed()[:1])]
+        first = [str(path) for path in (watcher.selected or watcher.listed()[:1])]
         choice = html.Div(dcc.Checklist(id="runs", value=first, options=[]))
         runs = html.Details([html.Summary("Runs", id="chosen"), choice], className="runs")
         header = html.Header([html.H1("Tandem"), runs, html.Span("", id="state", role="status")])
@@ -89,10 +89,10 @@ def make_app(watcher: Watcher, token: str) -> dash.Dash:
     )(lambda tick, chosen, seen: update(watcher, chosen or [], seen))
 
     def refuse_strangers() -> Any:
-        given, cookie = flask.request.args.get("token"), f"{COOKIE}-{flask.request.host.rpartition(':')[2]}"
-        if not hmac.compare_digest((given or flask.request.cookies.get(cookie, "")).encode(), token.encode()):
+        in_address, cookie = flask.request.args.get("token"), f"{COOKIE}-{flask.request.host.rpartition(':')[2]}"
+        if not hmac.compare_digest((in_address or flask.request.cookies.get(cookie, "")).encode(), token.encode()):
             return flask.make_response(UNKNOWN, 401, {"Content-Type": "text/plain"})
-        if given is None:
+        if in_address is None:
             return None
         response = flask.redirect(flask.request.path)  # the address that stays in the browser holds no token
         response.set_cookie(cookie, token, httponly=True, samesite="Strict")
@@ -143,8 +143,8 @@ def headline(runs: Sequence[RunHistory], each: Sequence[RunFigures]) -> list[Any
 
 def split(text: str) -> tuple[str, str]:
     """The number with its unit that a text begins with, and what follows: 17.4 s | of steps, 44 s in all."""
-    found = re.match(r"([\d.,]*\d(?: / [\d,]*\d| [^\s,]+)?),? ?(.*)", text)
-    return (found[1], found[2]) if found else (text, "")
+    number = re.match(r"([\d.,]*\d(?: / [\d,]*\d| [^\s,]+)?),? ?(.*)", text)
+    return (number[1], number[2]) if number else (text, "")
 
 
 def card_texts(run: RunHistory, now: RunFigures) -> list[tuple[str, str]]:

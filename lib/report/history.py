@@ -156,8 +156,8 @@ class RunHistory:
         bounds = np.arange(0, len(steps), 2 ** max(0, math.ceil(math.log2(max(1, len(steps)) / POINTS))))
         if not len(bounds):
             return steps, values
-        known = np.isfinite(values) & (below > 0)
-        sums, counts = (np.add.reduceat(np.where(known, array, 0.0), bounds) for array in (values, below))
+        finite = np.isfinite(values) & (below > 0)
+        sums, counts = (np.add.reduceat(np.where(finite, array, 0.0), bounds) for array in (values, below))
         means = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
         return np.maximum.reduceat(steps, bounds), means
 
@@ -239,8 +239,8 @@ def figures(run: RunHistory, now: float) -> RunFigures:
 
 def _rank_figures(who: RankHost, table: StepTable, plan: PlanRecord) -> dict[str, Any]:
     rows, (rank, host) = table.rows[-RECENT:], who
-    known = [column[np.isfinite(column)] for column in rows.T]
-    latest = {name: float(v.mean()) if len(v) else 0.0 for name, v in zip(STEP_COLUMNS, known, strict=True)}
+    counts = np.maximum(1, np.isfinite(rows).sum(axis=0))
+    latest = dict(zip(STEP_COLUMNS, (np.nansum(rows, axis=0) / counts).tolist(), strict=True))
     shares, step_seconds, seconds = plan.get("shares") or [], plan.get("predicted_step_seconds"), latest["step_seconds"]
     share = shares[rank] if rank < len(shares) and plan.get("calibrated") else None
     return {
@@ -248,8 +248,8 @@ def _rank_figures(who: RankHost, table: StepTable, plan: PlanRecord) -> dict[str
         "rank": rank,
         "host": host,
         "seconds": seconds,
-        "peak_memory_bytes": float(np.nanmax(rows[:, STEP_COLUMNS.index("peak_memory_bytes")], initial=0.0)),
-        "pairs_per_second": latest["pairs"] / seconds if seconds else 0.0,
+        "peak_memory_bytes": float(np.nanmax(table.of("peak_memory_bytes")[-RECENT:], initial=0.0)),
+        "pairs_per_second": latest["pairs"] / (seconds or math.inf),
         "planned_pairs_per_second": share / step_seconds if share and step_seconds else None,
     }
 

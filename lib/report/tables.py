@@ -93,9 +93,9 @@ def held_out(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[
 def facts(summary: Mapping[str, Any], unit: str) -> list[tuple[str, str]]:
     """How a run went, name and value, after a comma what explains it. summary: of summary.json, or of `RunFigures`."""
     held, efficiency, computed = map(summary.get, ("checkpoint", "efficiency", "computed_tokens_per_second"))
-    padded, share = f" ({computed:,.0f} with padding)" if computed else "", summary.get("matrix_rate_share")
-    speed = (
-        f"{three_digits(summary['pairs_per_second'])} {unit}/s, {summary['tokens_per_second']:,.0f} tokens/s{padded}"
+    share, speed = summary.get("matrix_rate_share"), f"{three_digits(summary['pairs_per_second'])} {unit}/s"
+    speed += f", {summary['tokens_per_second']:,.0f} tokens/s" + f" ({computed or 0:,.0f} with padding)" * bool(
+        computed
     )
     part = f", {100 * share:.0f} % of the measured matrix rate" if share else ""
     tflops = f"{summary.get('tflops') or 0:.3g} TFLOP/s ({summary.get('computed_tflops') or 0:.3g} with padding{part})"
@@ -120,13 +120,11 @@ def unit_of(loss: object) -> str:
 
 def costs(cost: dict[str, Any] | None) -> list[str]:
     """A line a host, and one for all."""
-    if cost is None:
-        return []
-    named: list[tuple[str, Any]] = [(str(host["host"]), host) for host in cost["hosts"]]
-    named += [("all hosts", cost)] if len(named) > 1 else []
+    each = cost["hosts"] if cost else []
     return [
-        f"{of['cost']:.2f}, {name}: {of['energy_kwh']:.3g} kWh for {of['electricity']:.2f}, rent {of['rent']:.2f}"
-        for name, of in named
+        f"{of['cost']:.2f}, {of.get('host', 'all hosts')}: {of['energy_kwh']:.3g} kWh for {of['electricity']:.2f}, "
+        f"rent {of['rent']:.2f}"
+        for of in (*each, *[cost] * (len(each) > 1))
     ]
 
 
@@ -139,5 +137,5 @@ def ranks(totals: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str
         row += [three_digits(planned) if planned else "-"]
         row += [f"{100 * rank[f'{part}_seconds'] / seconds:.0f} %" for part in ("compute", "sync", "wait")]
         rows.append([*row, size_text(rank["peak_memory_bytes"])])
-    known = [i for i, name in enumerate(RANK_COLUMNS) if name != "planned" or any(row[i] != "-" for row in rows)]
-    return [RANK_COLUMNS[i] for i in known], [[row[i] for i in known] for row in rows]
+    used = [i for i in range(len(RANK_COLUMNS)) if any(row[i] != "-" for row in rows)]
+    return [RANK_COLUMNS[i] for i in used], [[row[i] for i in used] for row in rows]
