@@ -98,7 +98,7 @@ class ModelSettings(Section):
     dropout: Annotated[Fraction, Field(lt=1)] = 0.0
     """Dropout on the adapter's input."""
     keys: tuple[str, ...] | None = None
-    """Linear layers that get adapters, e.g. [self_attn.q_proj]; by default every linear layer of the blocks."""
+    """Linear layers that get adapters, e.g. [self_attn.q_proj]; by default all of the blocks but routers."""
     adapt_embeddings: bool = False
     """Give the embedding and the head adapters as well; of tied ones, one for both. For method=lora."""
     blocks: Positive | tuple[int | str, ...] | None = None

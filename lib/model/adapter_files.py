@@ -174,8 +174,9 @@ def adapter_config(
         parameters["keys"] = sorted(layers)
         config |= {"num_layers": block_count, "padded": is_padded}
         config["layers"] = {name: layer._asdict() for name, layer in sorted(layers.items())}
-    elif settings.keys is not None:
-        parameters["keys"] = list(settings.keys)
+    elif layers:
+        names = {re.sub(r"^.*?\.\d+\.", "", layer) for layer in layers}  # within a block
+        parameters["keys"] = list(settings.keys or sorted(names))
     return config
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import mlx.core as mx
@@ -23,6 +24,9 @@ from lib.system.model_folder import ADAPTER_CONFIG, PEFT_WEIGHTS
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 LINEARS = (nn.Linear, nn.QuantizedLinear)
 ADAPTABLE = (*LINEARS, SwitchLinear, QuantizedSwitchLinear, *EMBEDDINGS)  # by mlx-lm
+# Routers, so that the load of experts stays balanced (PEFT adapts none either); layers of Kimi K3 and Gemma 3n whose
+# weight the family's code reads.
+NOT_BY_DEFAULT = re.compile(r"(.*\.)?((gate|router)(\..*)?|\w+_(res_proj|coefs))")
 
 
 def make_trainable(model: nn.Module, settings: ModelSettings, seed: int) -> None:
@@ -65,7 +69,7 @@ def _add_adapters(model: nn.Module, settings: ModelSettings, seed: int) -> None:
             count = len(model.layers)
             if len(groups) == 1 and not isinstance(settings.blocks, tuple) and not settings.adapt_embeddings:
                 count = settings.blocks or count  # in mlx-lm's own order, and so with its random numbers
-                options["keys"] = None if settings.keys is None else set(settings.keys)
+                options["keys"] = set(settings.keys or (n for block in model.layers for n in default_layers(block)))
             linear_to_lora_layers(model, count, options, use_dora=settings.method == "dora")
         use_low_rank_linear(model)
     except ValueError as error:
@@ -78,9 +82,8 @@ def _chosen_layers(model: nn.Module, settings: ModelSettings) -> list[str]:
     names, chosen = {id(module): name for name, module in modules.items()}, []
     for index in trained_blocks(settings, len(model.layers)):
         block = model.layers[index]
-        for name, module in block.named_modules():
-            if hasattr(module, "to_lora") or isinstance(module, ADAPTABLE) if keys is None else name in keys:
-                chosen.append(f"{names[id(block)]}.{name}")
+        adapted = default_layers(block) if keys is None else [n for n, _ in block.named_modules() if n in keys]
+        chosen += [f"{names[id(block)]}.{name}" for name in adapted]
     inside = {id(module) for block in model.layers for module in block.modules()}
     tables = [n for n, m in modules.items() if id(m) not in inside and isinstance(m, (*EMBEDDINGS, *LINEARS))]
     if settings.adapt_embeddings and not any(isinstance(modules[name], EMBEDDINGS) for name in tables):
@@ -97,6 +100,12 @@ def _chosen_layers(model: nn.Module, settings: ModelSettings) -> list[str]:
             if not any(matches(pattern, layer) for layer in chosen):
                 raise UserError(f"model.{setting}: {pattern!r} ends the name of no adapted layer; one is {chosen[0]}")
     return chosen
+
+
+def default_layers(block: nn.Module) -> list[str]:
+    """The layers of a block that get adapters where model.keys names none, by their names in it."""
+    parts = ((name, part) for name, part in block.named_modules() if not NOT_BY_DEFAULT.fullmatch(name))
+    return [name for name, part in parts if hasattr(part, "to_lora") or isinstance(part, ADAPTABLE)]
 
 
 def _load_adapter(model: nn.Module, folder: Path, settings: ModelSettings) -> None:

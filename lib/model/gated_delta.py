@@ -95,6 +95,42 @@ def _chunks(
     return y, state.swapaxes(-1, -2).reshape(rows, heads, size, -1)
 
 
+@recomputed
+def rwkv7_rule(
+    r: mx.array, w: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """S_t = S_{t-1} (diag(w_t) + a_t b_t^T) + v_t k_t^T and y_t = S_t r_t (RWKV-7, arXiv:2503.14456), by chunks.
+
+    All [B, T, H, D], of state [B, H, D, D]. Within a chunk decays multiply to 0.545^64 at least, as RWKV-7 bounds w: a
+    quotient of two such products is made from each alone. Gives y, float32 [B, T, H, D], and the last state.
+    """
+    (rows, tokens, heads, size), count = r.shape, -(-r.shape[1] // CHUNK)
+
+    def chunked(x: mx.array) -> mx.array:
+        """[B, T, H, D] ➜ float32 [chunks, B, H, chunk, D]; zeros after the last token."""
+        x = mx.pad(x.astype(mx.float32), [(0, 0), (0, count * CHUNK - tokens), (0, 0), (0, 0)])
+        return x.reshape(rows, count, CHUNK, heads, size).transpose(1, 0, 3, 2, 4)
+
+    r, log_w, k, v, a, b = map(chunked, (r, mx.log(w.astype(mx.float32)), k, v, a, b))
+    decay = mx.cumsum(log_w, axis=-2)
+    keys = mx.concatenate([b * mx.exp(-decay), k * mx.exp(-decay)], axis=-2)
+    before, since = a * mx.exp(decay - log_w), r * mx.exp(decay)
+    lower = [mx.concatenate([mx.tri(CHUNK, k=diagonal)] * 2, axis=-1) > 0 for diagonal in (-1, 0)]
+    by_a, by_r = (mx.where(mask, x @ keys.swapaxes(-1, -2), 0) for mask, x in zip(lower, (before, since), strict=True))
+    inverse = unit_lower_inverse(-by_a[..., :CHUNK])
+    last = mx.exp(decay[..., -1:, :]).swapaxes(-1, -2)
+    parts = inverse @ (by_a[..., CHUNK:] @ v), inverse @ before, v, keys.swapaxes(-1, -2), last
+    state = state.astype(mx.float32).swapaxes(-1, -2)[None]
+    states, added = [], []
+    for fixed, slope, values, columns, rest in zip(*(mx.split(part, count) for part in parts), strict=True):
+        states.append(state)
+        added.append(mx.concatenate([mx.addmm(fixed, slope, state), values], axis=-2))
+        state = rest * mx.addmm(state, columns, added[-1])
+    y = since @ mx.concatenate(states) + by_r @ mx.concatenate(added)
+    y = y.transpose(1, 0, 3, 2, 4).reshape(rows, count * CHUNK, heads, size)[:, :tokens]
+    return y, state[0].swapaxes(-1, -2)
+
+
 @mx.custom_function
 def unit_lower_inverse(lower: mx.array) -> mx.array:
     """(I + L)^-1 of the part L of [..., n, n] below its diagonal; n is a power of two. Of blocks twice as large in each

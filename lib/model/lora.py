@@ -30,12 +30,6 @@ class LowRankLinear(LoRALinear):
     def __call__(self, x: mx.array) -> mx.array:
         return self.siblings.output_of(self, x)
 
-    def __getattr__(self, name: str) -> Any:  # gemma3n clips the weights of some layers at every call
-        return self.linear.weight if name == "weight" else super().__getattr__(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.linear, name, value) if name == "weight" else super().__setattr__(name, value)
-
 
 class Siblings:
     """Low-rank layers that a block hands the same input, one after another: the first that is called computes all."""

@@ -5,7 +5,7 @@
 - `swiglu` of that file: MLX keeps four arrays as wide as the MLP for the backward pass, ours two; on a CPU it makes one
   exponential instead of three. Until MLX has a fused SwiGLU with a backward kernel.
 - `gated_delta_update` of that file: mlx-lm trains token by token (mlx-lm#1206), we by MLX's kernel or by chunks;
-  `ssm_update`, `rnn_scan`, `recurrent_gla`, Mamba's steps: by lib/model/recurrences.py. Until mlx-lm trains so.
+  `ssm_update`, `rnn_scan`, `recurrent_gla`, Mamba's and RWKV-7's steps as well. Until mlx-lm trains so.
 
 Read with mlx-lm 0.32.2; tests/test_forward.py and tests/test_families.py hold them to the originals. All else is
 modules of a model's own tree, replaced by others of derived classes (`replace_modules`).
@@ -20,10 +20,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import activations, bailing_hybrid, base, gated_delta, jamba, mamba, ssm
+from mlx_lm.models import activations, bailing_hybrid, base, gated_delta, jamba, mamba, rwkv7, ssm
 
 from lib.model import recurrences
-from lib.model.gated_delta import gated_delta_rule
+from lib.model.gated_delta import gated_delta_rule, rwkv7_rule
 
 # Names in the model's file.
 PATCHED = ("scaled_dot_product_attention", "swiglu", "gated_delta_update", "ssm_update", "rnn_scan", "recurrent_gla")
@@ -115,7 +115,19 @@ def use_quick_recurrences(model: nn.Module) -> None:
         if "recurrent_gla" in vars(file):  # bailing_moe_linear's is a loop
             vars(file)["recurrent_gla"] = bailing_hybrid.recurrent_gla
 
+    def rwkv7_chunks(plain: Any) -> Any:
+        def call(self: Any, *inputs: mx.array) -> tuple[mx.array, mx.array]:
+            r, *others, state = inputs
+            if r.shape[1] == 1 or (mx.metal.is_available() and not self.training):  # whose kernel has no gradient
+                return plain(self, *inputs)  # type: ignore[no-any-return]
+            y, state = rwkv7_rule(r, *others, mx.zeros((len(r), *r.shape[2:], r.shape[3])) if state is None else state)
+            return y.astype(r.dtype), state
+
+        return call
+
     def quick(part: nn.Module) -> nn.Module | None:
+        if type(part) is rwkv7.Rwkv7TimeMixing:
+            return with_methods(part, _wkv7=rwkv7_chunks)
         if type(part) not in (mamba.MambaBlock, jamba.JambaMambaMixer):
             return None
         process = jamba.JambaMambaMixer._process_sequence  # the same, with a step of many tokens

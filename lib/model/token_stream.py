@@ -20,11 +20,19 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from lib.config.settings import DataSettings
 from lib.errors import UserError
-from lib.model.layout import ModelLayout, backbone_of, block_list_of, embedding_of, family_of, layout_of
+from lib.model.layout import (
+    ModelLayout,
+    backbone_of,
+    block_list_of,
+    embedding_of,
+    family_of,
+    layout_of,
+    modules_outside_blocks,
+)
 from lib.model.long_attention import local_attention
 from lib.model.patches import attend_by_cache, replace_modules, with_methods
 
@@ -83,7 +91,8 @@ def _states(
             return hidden.reshape(len(tokens), -1), False
         stream = Stream(inputs, window, layout_of(model))
         is_ended = scored is not None and _end_early(model, stream, scored, stack)
-        hidden = run_backbone(model, tokens[:, None], cache=[stream] * len(model.layers))
+        caches = [stream] * max(len(model.layers), len(make_prompt_cache(model)))  # some loop over their blocks
+        hidden = run_backbone(model, tokens[:, None], cache=caches)
     return hidden.reshape(-1, hidden.shape[-1]), is_ended
 
 
@@ -126,6 +135,22 @@ class Past(ArraysCache):
         past.offset = self.offset + positions
         past.cache = [None if state is None else _branched(state, branches).flatten(0, 1) for state in self.cache]
         return past
+
+    @property
+    def keys(self) -> mx.array:
+        return self.cache[0]
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self.cache[0] = keys
+
+    @property
+    def values(self) -> mx.array:
+        return self.cache[1]
+
+    @values.setter
+    def values(self, values: mx.array) -> None:
+        self.cache[1] = values
 
 
 def _branched(x: mx.array, branches: int) -> mx.array:
@@ -198,17 +223,18 @@ class Stream:
         self.attended = self._tokens(outputs, attention(*tails))[:, :, None]
         return self.attended
 
-    def mix(self, given: Any, states: int, run: Callable[[Any], Any]) -> Any:
-        """What a mixer that has so many states makes of a stream. given: its arguments, a tree whose arrays for tokens,
-        [N, 1, ...], `run` gets as [sequences, length, ...], and with its states instead of the stream."""
+    def mix(self, given: Any, run: Callable[[Any], Any]) -> Any:
+        """What a mixer makes of a stream. given: its arguments, a tree whose arrays for tokens, [N, 1, ...], `run` gets
+        as [sequences, length, ...], and with its states instead of the stream."""
         if self.known is not None:
             return self.known
-        keys, outputs, past = self.layout.token_keys, list[Any](), Past(states)
+        keys, outputs, (states, count) = self.layout.token_keys, list[Any](), self.layout.past
+        past: Any = [Past(states) for _ in range(count)] if count else Past(states)
         laid_out = [self._sequences(x.squeeze(1)) for _, x in tree_flatten(given) if self._is_of_tokens(x)]
         keys_laid_out = None if keys is None else self._sequences(keys)
         for i in (0, 1) if self.prefix else (1,):
             if outputs:
-                past = past.branched(self.prefix, self.completions)
+                past = tree_map(lambda each: each.branched(self.prefix, self.completions), past)
             parts = iter([both[i] for both in laid_out])
             self.layout.token_keys = keys_laid_out and keys_laid_out[i].flatten(0, 1)
             try:
@@ -221,22 +247,22 @@ class Stream:
     def _is_of_tokens(self, leaf: Any) -> bool:
         return isinstance(leaf, mx.array) and leaf.shape[:2] == (self.offset.size, 1)
 
-    def _part(self, leaf: Any, parts: Iterator[mx.array], past: Past, index: int) -> Any:
+    def _part(self, leaf: Any, parts: Iterator[mx.array], past: Any, index: int) -> Any:
         """An argument of a mixer for the prefixes (index 0), or for what follows them."""
         if self._is_of_tokens(leaf):
             return next(parts)
+        offset = index * self.prefix
         if isinstance(leaf, Window):
-            length, size = (self.prefix, self.length)[index], self._window(leaf)
-            return create_causal_mask(length, past.offset, window_size=size)
-        return past if leaf is self else past.offset if leaf is self.offset else leaf
+            return create_causal_mask((self.prefix, self.length)[index], offset, window_size=self._window(leaf))
+        return past if leaf is self else offset if leaf is self.offset else leaf
 
 
 def branch_mixers(model: nn.Module, are_attention: bool) -> None:
-    """Lets the parts of a model's blocks that keep something of earlier tokens take a stream by themselves: recurrences
-    and convolutions, or those and attention."""
-    caches = [part for each in make_prompt_cache(model) for part in getattr(each, "caches", [each])]
-    states = next((len(each.cache) for each in caches if isinstance(each, ArraysCache)), 0)
-    parts = [part for block in model.layers for _, part in tree_flatten(block.children(), is_leaf=nn.Module.is_module)]
+    """Lets the parts of a model that keep something of earlier tokens take a stream by themselves: recurrences and
+    convolutions, or those and attention."""
+    blocks = {id(block) for block in model.layers}
+    parts = [part for part in modules_outside_blocks(model) if blocks.isdisjoint(map(id, part.modules()))]
+    parts += [part for block in model.layers for _, part in tree_flatten(block.children(), is_leaf=nn.Module.is_module)]
     mixers = {id(part) for part in parts if _is_mixer(part, are_attention)}
 
     def call(plain: Any) -> Any:
@@ -244,7 +270,7 @@ def branch_mixers(model: nn.Module, are_attention: bool) -> None:
             stream = next((leaf for _, leaf in tree_flatten((args, options)) if isinstance(leaf, Stream)), None)
             if stream is None:
                 return plain(self, *args, **options)
-            return stream.mix((args, options), states, lambda given: plain(self, *given[0], **given[1]))
+            return stream.mix((args, options), lambda given: plain(self, *given[0], **given[1]))
 
         return of_stream
 
@@ -320,8 +346,12 @@ def cannot_share_prompts(model: nn.Module) -> str | None:
     layout.ends_early = False
     model.eval()
     try:
-        for are_attention in (False, True):
+        caches = make_prompt_cache(model)
+        lists = [cache.caches for cache in caches if isinstance(cache, CacheList)]
+        sizes = [len(part.cache) for part in (*caches, *sum(lists, ())) if isinstance(part, ArraysCache)]
+        for are_attention, count in ((False, 0), (True, 0), (True, max(map(len, lists), default=0))):
             branch_mixers(model, are_attention)
+            layout.past = max(sizes, default=0), count
             try:
                 fault = _stream_fault(model)
             except UserError:
