@@ -90,10 +90,11 @@ def _states(
             hidden = run_backbone(model, tokens.reshape(rows * completions, -1))
             return hidden.reshape(len(tokens), -1), False
         stream = Stream(inputs, window, layout_of(model))
-        is_ended = scored is not None and _end_early(model, stream, scored, stack)
+        if ending := None if scored is None else _ending(model, stream, scored):
+            stack.enter_context(ending)
         caches = [stream] * max(len(model.layers), len(make_prompt_cache(model)))  # some loop over their blocks
         hidden = run_backbone(model, tokens[:, None], cache=caches)
-    return hidden.reshape(-1, hidden.shape[-1]), is_ended
+    return hidden.reshape(-1, hidden.shape[-1]), ending is not None
 
 
 def _noisy(embedding: nn.Module, keys: mx.array, scales: mx.array) -> Callable[[mx.array], mx.array]:
@@ -119,50 +120,38 @@ RAGGED = ("suffix_indices", "suffix_uses", "are_used", "owned", "are_owned")  # 
 
 
 class Past(ArraysCache):
-    """Passed to a mixer as its cache: its states after the positions before, or their keys and values, of each row."""
+    """Passed to a mixer as its cache: of each row its states after the positions before, or their keys and values."""
 
     offset = 0  # positions
+    keys: mx.array | None = None
+    values: mx.array | None = None
 
-    def update_and_fetch(self, *new: mx.array) -> list[mx.array]:
-        if self.offset:
-            new = tuple(mx.concatenate(both, axis=2) for both in zip(self.cache, new, strict=True))
-        self.cache = [*new]
-        return self.cache
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if self.keys is not None:
+            keys, values = (mx.concatenate(both, axis=2) for both in ((self.keys, keys), (self.values, values)))
+        self.keys, self.values = keys, values
+        return keys, values
 
     def branched(self, positions: int, branches: int) -> Past:
         """The same after so many positions, of each row for so many branches."""
         past = Past(len(self.cache))
         past.offset = self.offset + positions
-        past.cache = [None if state is None else _branched(state, branches).flatten(0, 1) for state in self.cache]
+        past.keys, past.values, *past.cache = (
+            None if each is None else _branched(each, branches) for each in (self.keys, self.values, *self.cache)
+        )
         return past
-
-    @property
-    def keys(self) -> mx.array:
-        return self.cache[0]
-
-    @keys.setter
-    def keys(self, keys: mx.array) -> None:
-        self.cache[0] = keys
-
-    @property
-    def values(self) -> mx.array:
-        return self.cache[1]
-
-    @values.setter
-    def values(self, values: mx.array) -> None:
-        self.cache[1] = values
 
 
 def _branched(x: mx.array, branches: int) -> mx.array:
-    """[b, ...] ➜ [b, branches, ...]"""
-    return mx.broadcast_to(x[:, None], (len(x), branches, *x.shape[1:]))
+    """[b, ...] ➜ [b * branches, ...]"""
+    return mx.broadcast_to(x[:, None], (len(x), branches, *x.shape[1:])).flatten(0, 1)
 
 
 class Stream:
     """Passed to blocks as their cache: lays the stream out for attention. offset: int32 [N], the tokens' positions."""
 
     attended: mx.array  # attention's output for all tokens in the block that ran last
-    known: mx.array | None = None  # the same of the scored tokens alone: what attention gives from now on
+    of_scored: mx.array | None = None  # the same of the scored tokens alone: what attention gives from now on
     __iter__ = None  # of what a block takes for several caches each is the stream
 
     def __init__(self, inputs: StreamInputs, window: int | None = None, layout: ModelLayout | None = None):
@@ -205,8 +194,8 @@ class Stream:
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Window | None, **options: Any
     ) -> mx.array:
         """[N, heads, 1, head_dim] each: every token attends to its own sequence up to itself."""
-        if self.known is not None:
-            return self.known
+        if self.of_scored is not None:
+            return self.of_scored
         if not (mask is None or isinstance(mask, Window)):
             raise TypeError("this model makes its own attention mask")
         window = self._window(mask)
@@ -218,7 +207,7 @@ class Stream:
         prefixes, tails = [x for x, _ in both], [x for _, x in both]
         outputs = [attention(*prefixes)] if self.prefix else []
         if self.prefix:
-            branches = [_branched(x, self.completions).flatten(0, 1) for x in prefixes[1:]]
+            branches = [_branched(x, self.completions) for x in prefixes[1:]]
             tails[1:] = [mx.concatenate(parts, axis=2) for parts in zip(branches, tails[1:], strict=True)]
         self.attended = self._tokens(outputs, attention(*tails))[:, :, None]
         return self.attended
@@ -226,8 +215,8 @@ class Stream:
     def mix(self, given: Any, run: Callable[[Any], Any]) -> Any:
         """What a mixer makes of a stream. given: its arguments, a tree whose arrays for tokens, [N, 1, ...], `run` gets
         as [sequences, length, ...], and with its states instead of the stream."""
-        if self.known is not None:
-            return self.known
+        if self.of_scored is not None:
+            return self.of_scored
         keys, outputs, (states, count) = self.layout.token_keys, list[Any](), self.layout.past
         past: Any = [Past(states) for _ in range(count)] if count else Past(states)
         laid_out = [self._sequences(x.squeeze(1)) for _, x in tree_flatten(given) if self._is_of_tokens(x)]
@@ -305,37 +294,25 @@ def _move(x: mx.array, index: mx.array, inverse: mx.array, are_used: mx.array) -
     return move(x)
 
 
-def _end_early(model: nn.Module, stream: Stream, scored: mx.array, stack: contextlib.ExitStack) -> bool:
-    """Lets the last block give the scored tokens alone, unless it draws masks for all or is recomputed; whether it
-    does."""
+def _ending(model: nn.Module, stream: Stream, scored: mx.array) -> Replaced | None:
+    """The last block run over all tokens, and over the scored ones with their attention: MLX computes what is used.
+    None where it draws masks for all tokens, or is recomputed."""
     if (blocks := block_list_of(model)) is None:
-        return False
+        return None
     index = max(i for i, block in enumerate(blocks) if tree_flatten(block.parameters()))
     block = blocks[index]
     has_dropout = any(isinstance(part, nn.Dropout) and part._p_1 < 1 for part in block.modules())
     # Also for the reference: of equal weights policy and reference are equal to the bit.
     if (block.training and has_dropout) or getattr(block, "is_recomputed", False):
-        return False
-    stack.callback(blocks.__setitem__, index, block)
-    blocks[index] = EndingBlock(block, stream, scored)  # type: ignore[call-overload]
-    return True
+        return None
 
-
-class EndingBlock:
-    """The last block, run over all tokens, and over the scored ones with their attention: MLX computes what is used."""
-
-    def __init__(self, block: nn.Module, stream: Stream, scored: mx.array):
-        self.block, self.stream, self.scored = block, stream, scored
-
-    def __call__(self, x: mx.array, *args: Any, **options: Any) -> mx.array:
-        stream = self.stream
-        self.block(x, *args, **options)
-        stream.known, stream.offset = mx.take(stream.attended, self.scored, axis=0), stream.offset[self.scored]
-        output: mx.array = self.block(mx.take(x, self.scored, axis=0), *args, **options)
+    def ending(x: mx.array, *args: Any, **options: Any) -> mx.array:
+        block(x, *args, **options)
+        stream.of_scored, stream.offset = mx.take(stream.attended, scored, axis=0), stream.offset[scored]
+        output: mx.array = block(mx.take(x, scored, axis=0), *args, **options)
         return output
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.block, name)
+    return Replaced(blocks, index, ending)
 
 
 def cannot_share_prompts(model: nn.Module) -> str | None:
@@ -466,16 +443,20 @@ def run_backbone(model: nn.Module, tokens: mx.array, **options: Any) -> mx.array
 
 
 class Replaced:
-    """Within a `with`, a function instead of a module's part; the part's attributes can still be read."""
+    """Within a `with`, a function instead of a module's part or a block; its attributes can still be read."""
 
-    def __init__(self, holder: nn.Module, name: str, function: Callable[..., mx.array]):
+    def __init__(self, holder: Any, name: Any, function: Callable[..., mx.array]):
         self.holder, self.name, self.part, self.function = holder, name, holder[name], function
 
+    def _put(self, part: Any) -> None:
+        kind = list if isinstance(self.holder, list) else dict  # not by attribute: parameters keep their names
+        kind.__setitem__(self.holder, self.name, part)
+
     def __enter__(self) -> None:
-        dict.__setitem__(self.holder, self.name, self)  # not by attribute: parameters keep their names
+        self._put(self)
 
     def __exit__(self, *_: object) -> None:
-        dict.__setitem__(self.holder, self.name, self.part)
+        self._put(self.part)
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         return self.function(*args, **kwargs)

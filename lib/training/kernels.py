@@ -170,8 +170,8 @@ def blocks(step: Step, batch: Batch) -> None:
     model, attend = step.model, Stream.attend
 
     def attend_alone(stream: Stream, q: mx.array, k: mx.array, v: mx.array, scale: float, **_: object) -> mx.array:
-        if stream.known is not None:
-            return stream.known
+        if stream.of_scored is not None:
+            return stream.of_scored
         stream.attended = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale)
         return stream.attended
 
