@@ -22,20 +22,20 @@ LOGITS_BYTES = 2**29  # of float32 logits at a time
 def completion_logps(model: nn.Module, inputs: StreamInputs) -> mx.array:
     """Log-probability of each completion, summed over its tokens: float32 [b, K], in nats. Of a model that ranks hold
     in stages all call this, and the last one gets the result; the others get zeros."""
-    if (hidden := _head_inputs(model, inputs)) is None:
-        return mx.zeros(inputs["mask"].shape[:2])
-    return _of_completions(token_logps(model, hidden, inputs["targets"]), inputs)
+    return _of_completions(_of_scored(model, inputs, lambda h, t: [token_logps(model, h, t)])[0], inputs)
 
 
 def completion_logps_and_weights(model: nn.Module, inputs: StreamInputs) -> tuple[mx.array, mx.array]:
     """`completion_logps`, and WPO's weights (arXiv:2406.11827, eq. 2), without gradient: exp(mean over y's tokens of
     log pi(y_t) - log sum_v pi(v)^2); float32 [b, K] each."""
-    if (hidden := _head_inputs(model, inputs)) is None:
-        return mx.zeros(inputs["mask"].shape[:2]), mx.zeros(inputs["mask"].shape[:2])
-    logps = token_logps(model, hidden, inputs["targets"])
-    still = after(mx.stop_gradient(hidden), [logps])  # ranks that hold parts sum both, in this order
-    with dequantised_once(model, len(hidden), hidden):
-        (squares,) = _of_rank_positions(model, lambda h, _: [_log_square_sums(model, h)], still, inputs["targets"])
+
+    def figures_of(hidden: mx.array, targets: mx.array) -> list[mx.array]:
+        logps = token_logps(model, hidden, targets)
+        still = after(mx.stop_gradient(hidden), [logps])  # ranks that hold parts sum both, in this order
+        with dequantised_once(model, len(hidden), hidden):
+            return [logps, *_of_rank_positions(model, lambda h, _: [_log_square_sums(model, h)], still, targets)]
+
+    logps, squares = _of_scored(model, inputs, figures_of, count=2)
     aligned = _of_completions(logps - squares, inputs)
     weights = mx.exp(aligned / mx.maximum(inputs["mask"].sum(axis=-1), 1))
     return _of_completions(logps, inputs), mx.stop_gradient(weights)
@@ -46,12 +46,13 @@ def completion_token_logps(
 ) -> tuple[mx.array, mx.array]:
     """Log-probability of each completion token, and the entropy where it was chosen: float32 [b, K, C] each, in nats.
     Both are of softmax(logits / temperature), and 0 where masked. The entropy carries no gradient."""
-    at, mask = inputs["logp_indices"], inputs["mask"]
-    if (hidden := _head_inputs(model, inputs)) is None:
-        return mx.zeros(mask.shape), mx.zeros(mask.shape)
-    with dequantised_once(model, len(hidden), hidden):
-        figures = _token_logps_and_entropies(model, hidden, inputs["targets"], temperature)
-    logps, entropies = (mx.where(mask, mx.take(each, at), 0.0) for each in figures)
+
+    def figures_of(hidden: mx.array, targets: mx.array) -> list[mx.array]:
+        with dequantised_once(model, len(hidden), hidden):
+            return _token_logps_and_entropies(model, hidden, targets, temperature)
+
+    figures = _of_scored(model, inputs, figures_of, count=2)
+    logps, entropies = (mx.where(inputs["mask"], mx.take(each, inputs["logp_indices"]), 0.0) for each in figures)
     return logps, entropies
 
 
@@ -61,7 +62,7 @@ def greedy_logps(model: nn.Module, inputs: StreamInputs) -> tuple[mx.array, mx.a
     logps: list[mx.array] = []
     are_likeliest: list[mx.array] = []
     with dequantised_once(model, len(hidden), hidden):
-        for h, t in _chunks(hidden, inputs["targets"], head(hidden[:1]).shape[-1]):
+        for h, t in _chunks(model, head, hidden, inputs["targets"]):
             logits = head(after(h, logps[-1:]))
             logps.append(_logps(logits, t))
             are_likeliest.append(mx.argmax(logits, axis=-1) == t)
@@ -69,11 +70,14 @@ def greedy_logps(model: nn.Module, inputs: StreamInputs) -> tuple[mx.array, mx.a
     return _of_completions(mx.concatenate(logps), inputs), mx.where(inputs["mask"], likeliest, True).all(axis=-1)
 
 
-def _head_inputs(model: nn.Module, inputs: StreamInputs) -> mx.array | None:
-    """What the head sees of the scored tokens, [M, D]; None on a rank whose stage has no head."""
-    states = scored_states(model, inputs, layout_of(model).attention_window)
-    stage = layout_of(model).stage
-    return states if stage is None or stage.is_last else None
+def _of_scored(
+    model: nn.Module, inputs: StreamInputs, figures_of: Callable[[mx.array, mx.array], list[mx.array]], count: int = 1
+) -> list[mx.array]:
+    """figures_of(what the head sees, targets) of the scored tokens, float32 [M] each of so many; zeros on a rank whose
+    stage has no head."""
+    states, stage = scored_states(model, inputs, layout_of(model).attention_window), layout_of(model).stage
+    has_head = stage is None or stage.is_last
+    return figures_of(states, inputs["targets"]) if has_head else [mx.zeros(inputs["targets"].shape)] * count
 
 
 def _of_completions(figures: mx.array, inputs: StreamInputs) -> mx.array:
@@ -106,12 +110,10 @@ def token_logps(model: nn.Module, hidden: mx.array, targets: mx.array) -> mx.arr
 def _token_logps(model: nn.Module, head: Head, hidden: mx.array, targets: mx.array) -> mx.array:
     """`token_logps` of these positions; of a divided vocabulary from the log partition functions of its parts."""
     part, figures_of = layout_of(model).vocabulary, _logps
-    if part is None:
-        size = head(hidden[:1]).shape[-1]
-    else:
-        size, hidden, figures_of = part.size, part.ranks.sum_backward(hidden), functools.partial(_part_figures, part)
+    if part is not None:
+        hidden, figures_of = part.ranks.sum_backward(hidden), functools.partial(_part_figures, part)
         head = part.rank_head(head)
-    chunks, figures = _chunks(hidden, targets, size), list[mx.array]()
+    chunks, figures = _chunks(model, head, hidden, targets), list[mx.array]()
     if model.training and not parameters_outside_blocks(model):
         for h, t in chunks:
             figures.append(_logps_and_logits(head, part, h, t, figures[-1:])[0])
@@ -127,7 +129,7 @@ def _token_logps(model: nn.Module, head: Head, hidden: mx.array, targets: mx.arr
 
 def _token_logps_and_entropies(
     model: nn.Module, hidden: mx.array, targets: mx.array, temperature: float
-) -> tuple[mx.array, ...]:
+) -> list[mx.array]:
     """`token_logps` of softmax(logits / temperature), and the entropies in nats: float32 [M] each."""
     plain, is_frozen = head_of(model), model.training and not parameters_outside_blocks(model)
 
@@ -139,13 +141,13 @@ def _token_logps_and_entropies(
             entropies = _entropies(model, head, mx.stop_gradient(hidden))
             return [_token_logps(model, head, hidden, targets), mx.stop_gradient(entropies)]
         logps, entropies = list[mx.array](), list[mx.array]()
-        for h, t in _chunks(hidden, targets, head(hidden[:1]).shape[-1]):
+        for h, t in _chunks(model, head, hidden, targets):
             of_chunk, logits = _logps_and_logits(head, None, h, t, [*logps[-1:], *entropies[-1:]])
             logps.append(of_chunk)
             entropies.append(-_mean_logp(logits)[0])
         return [mx.concatenate(logps), mx.stop_gradient(mx.concatenate(entropies))]
 
-    return tuple(_of_rank_positions(model, of_both, hidden, targets))
+    return _of_rank_positions(model, of_both, hidden, targets)
 
 
 def _of_rank_positions(
@@ -172,8 +174,10 @@ def _of_rank_positions(
     return [row.squeeze(0) for row in mx.split(of_all(figures), len(figures))]
 
 
-def _chunks(hidden: mx.array, targets: mx.array, vocabulary: int) -> list[tuple[mx.array, mx.array]]:
+def _chunks(model: nn.Module, head: Head, hidden: mx.array, targets: mx.array) -> list[tuple[mx.array, mx.array]]:
     """Pieces whose logits are small enough."""
+    part = layout_of(model).vocabulary
+    vocabulary = head(hidden[:1]).shape[-1] if part is None else part.size
     pieces = -(-len(targets) * vocabulary * 4 // LOGITS_BYTES)
     size = -(-len(targets) // pieces)
     # Split, not sliced: their gradients are joined then, and not each padded to all of it and added.
@@ -190,26 +194,21 @@ def _logps(logits: mx.array, targets: mx.array) -> mx.array:
 
 @mx.compile
 def _slope(probabilities: mx.array, targets: mx.array) -> mx.array:
-    """d logp / d logits: one at the target, minus the probabilities."""
+    """d logp / d logits: one at the target, minus the probabilities; of a part of the vocabulary without the one, where
+    the target is another rank's token."""
     return (mx.arange(probabilities.shape[-1])[None] == targets[:, None]) - probabilities
 
 
 @mx.compile
-def _slope_of_logits(logits: mx.array, targets: mx.array, logps: mx.array) -> mx.array:
-    partition = mx.take_along_axis(logits, targets[:, None], axis=-1).astype(mx.float32) - logps[:, None]
-    return _slope(mx.exp(logits.astype(mx.float32) - partition), targets).astype(logits.dtype)
-
-
-@mx.compile
-def _slope_of_part(logits: mx.array, targets: mx.array, partition: mx.array) -> mx.array:
-    """Of a part of the vocabulary; without the one, where the target is another rank's token."""
+def _slope_of_logits(logits: mx.array, targets: mx.array, partition: mx.array) -> mx.array:
     return _slope(mx.exp(logits.astype(mx.float32) - partition[:, None]), targets).astype(logits.dtype)
 
 
 def _logps_and_slope(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
     if mx.default_device() != mx.cpu:
         logps = _logps(logits, targets)
-        return logps, _slope_of_logits(logits, targets, logps)
+        at_target = mx.take_along_axis(logits, targets[:, None], axis=-1).squeeze(-1).astype(mx.float32)
+        return logps, _slope_of_logits(logits, targets, at_target - logps)
     # Exponentials are what a CPU is slow at: each is made once. The partition function from the likeliest token,
     # whose probability is at least 1 / V.
     wide = logits.astype(mx.float32)
@@ -229,7 +228,7 @@ def _logps_and_logits(
         logps, by_logits = _logps_and_slope(logits, targets)
     else:
         logps, partition = _combined(part, _part_figures(part, logits, targets))
-        by_logits = _slope_of_part(logits, targets - part.first, partition)
+        by_logits = _slope_of_logits(logits, targets - part.first, partition)
     _, (slope,) = mx.vjp(head, [still], [by_logits])
     # The logits are needed by both; in this order they can be freed before the next chunk's are made.
     (logps,) = mx.depends([logps], [slope])
@@ -255,7 +254,7 @@ def _checkpointed(
     before = parameters_outside_blocks(model)
     names, targets = list(before), [t for _, t in chunks]
 
-    def made_again(parameters: Sequence[mx.array], hidden: mx.array, targets: mx.array) -> mx.array:
+    def recomputed(parameters: Sequence[mx.array], hidden: mx.array, targets: mx.array) -> mx.array:
         model.update(tree_unflatten(dict(zip(names, parameters, strict=True))))
         try:
             return of(head(hidden), targets)
@@ -267,7 +266,7 @@ def _checkpointed(
         parameters, hidden = arrays[: len(names)], arrays[len(names) :]
         outputs: list[mx.array] = []
         for h, t in zip(hidden, targets, strict=True):
-            outputs.append(made_again(parameters, after(h, outputs[-1:]), t))
+            outputs.append(recomputed(parameters, after(h, outputs[-1:]), t))
         return outputs
 
     @of_all.vjp
@@ -278,7 +277,7 @@ def _checkpointed(
         with dequantised_once(model, sum(map(len, targets)), hidden[0]):
             for h, t, cotangent in zip(hidden, targets, cotangents, strict=True):
                 inputs = [*parameters, after(h, [*by_hidden[-1:], *totals])]
-                _, slopes = mx.vjp(lambda *a, t=t: made_again(a[:-1], a[-1], t), inputs, [cotangent])
+                _, slopes = mx.vjp(lambda *a, t=t: recomputed(a[:-1], a[-1], t), inputs, [cotangent])
                 totals = [a + b for a, b in zip(totals, slopes[:-1], strict=True)] if totals else slopes[:-1]
                 by_hidden.append(slopes[-1])
         return [*totals, *by_hidden]
@@ -295,8 +294,8 @@ def _part_figures(part: VocabularyPart, logits: mx.array, targets: mx.array) -> 
 
 def _combined(part: VocabularyPart, figures: mx.array) -> tuple[mx.array, mx.array]:
     """Log-probabilities and log partition functions of all ranks' `_part_figures`: float32 [M] each."""
-    own = mx.where(part.rank_row[:, None], figures[:1], 0.0)
-    of_ranks = part.ranks.sum_forward(mx.concatenate([own, figures[1:]]))
+    partitions = mx.where(part.rank_row[:, None], figures[:1], 0.0)
+    of_ranks = part.ranks.sum_forward(mx.concatenate([partitions, figures[1:]]))
     partition = mx.logsumexp(of_ranks[:-1], axis=0)
     return of_ranks[-1] - partition, partition
 
@@ -320,10 +319,9 @@ def _over_vocabulary(
 ) -> mx.array:
     """combine(figures_of(logits) of every part of the vocabulary), without ever holding all logits. figures_of: [M, V]
     ➜ [F, M], of one part's logits; combine: F arrays of [parts, M] ➜ [M]."""
-    part = layout_of(model).vocabulary
-    size = head(hidden[:1]).shape[-1] if part is None else part.size
-    rank_head, outputs = head if part is None else part.rank_head(head), list[mx.array]()
-    for h, _ in _chunks(hidden, hidden, size):
+    part, outputs = layout_of(model).vocabulary, list[mx.array]()
+    rank_head = head if part is None else part.rank_head(head)
+    for h, _ in _chunks(model, head, hidden, hidden):
         figures = figures_of(rank_head(after(h, outputs[-1:])))[:, None]
         if part is not None:  # each rank's in rows of its own: [F, ranks, M]
             figures = part.ranks.sum_forward(mx.where(part.rank_row[None, :, None], figures, 0.0))
