@@ -86,8 +86,12 @@ def matches(pattern: str, layer: str) -> bool:
 
 def adapter_layers_of(settings: ModelSettings, shapes: Described) -> dict[str, AdapterLayer]:
     """The layers with adapters, by name: of a stack of several, its rank."""
-    ranks = {n.removesuffix(".lora_a"): s[_rank_axis(n, s)] for n, (s, _) in shapes.items() if n.endswith(".lora_a")}
-    return {layer: AdapterLayer(rank, scale_of(settings, layer)) for layer, rank in ranks.items()}
+    return {layer: AdapterLayer(rank, scale_of(settings, layer)) for layer, rank in ranks_of(shapes).items()}
+
+
+def ranks_of(shapes: Described) -> dict[str, int]:
+    """The ranks of the layers with adapters, by name."""
+    return {n.removesuffix(".lora_a"): s[_rank_axis(n, s)] for n, (s, _) in shapes.items() if n.endswith(".lora_a")}
 
 
 def trainable(model: nn.Module) -> dict[str, mx.array]:
@@ -188,6 +192,11 @@ def load_trained(model: nn.Module, folder: Path, where: str) -> None:
 
 def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.array]:
     """Trained parameters from a folder, by name, not evaluated. Raises UserError: they are not the wanted ones."""
+    return fitted(wanted, stored_arrays(folder, where)[0], f"{where} {folder}")
+
+
+def stored_arrays(folder: Path, where: str) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    """A folder's trained parameters, each of its own rank, and its adapter_config.json. Raises UserError."""
     read_file.require_regular(folder / ADAPTER_WEIGHTS, where)
     path = folder / ADAPTER_CONFIG
     config = read_file.read_object(path, where) if path.exists() else {}
@@ -195,9 +204,7 @@ def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.ar
         arrays = dict(mx.load(str(folder / ADAPTER_WEIGHTS)))
     except (RuntimeError, OSError, ValueError) as error:
         raise UserError(f"{where} {folder}: {ADAPTER_WEIGHTS} cannot be read: {in_one_line(error)}") from None
-    if config.get("padded"):
-        arrays = dict(_padded(arrays.items(), config, is_undone=True))
-    return fitted(wanted, arrays, f"{where} {folder}")
+    return dict(_padded(arrays.items(), config, is_undone=True)) if config.get("padded") else arrays, config
 
 
 def fitted(wanted: Described, loaded: Mapping[str, mx.array], where: str) -> dict[str, mx.array]:

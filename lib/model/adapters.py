@@ -7,10 +7,10 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from lib.config import read_file
 from lib.config.settings import ModelSettings
 from lib.errors import UserError
 from lib.model import adapter_files, peft_adapters
@@ -113,19 +113,14 @@ def _load_adapter(model: nn.Module, folder: Path, settings: ModelSettings) -> No
     if any((folder / name).is_file() for name in (PEFT_WEIGHTS, peft_adapters.PICKLED)):
         peft_adapters.load(model, folder, settings)
         return
-    wrong = f"model.adapter {folder} was made with other settings; add"
-    try:
-        stored = read_file.read_object(folder / ADAPTER_CONFIG, "model.adapter")
-    except (OSError, UserError) as error:
-        wanted = "give a folder that mlx-lm or a run saved"
-        raise UserError(f"model.adapter {folder}: {ADAPTER_CONFIG} cannot be read ({error}); {wanted}") from None
-    if (method := stored.get("fine_tune_type", "lora")) != settings.method:
-        raise UserError(f"{wrong} model.method={method}")
-    shapes = adapter_files.described(adapter_files.trainable(model))
-    for name, layer in adapter_files.adapter_layers_of(settings, shapes).items():
-        theirs = (stored["layers"].get(name, {}) if "layers" in stored else stored.get("lora_parameters")) or {}
-        rank, scale = theirs.get("rank"), theirs.get("scale")
-        if (rank, scale) != layer:
-            of_layer = f" (by model.rank_pattern, alpha and alpha_pattern for {name})" if "layers" in stored else ""
-            raise UserError(f"{wrong} model.rank={rank} model.scale={scale}{of_layer}")
-    adapter_files.load_trained(model, folder, "model.adapter")
+    if not (folder / ADAPTER_CONFIG).exists():
+        raise UserError(f"model.adapter {folder}: {ADAPTER_CONFIG} cannot be read; give what mlx-lm or a run saved")
+    arrays, stored = adapter_files.stored_arrays(folder, "model.adapter")
+    where, common = f"model.adapter {folder}", stored.get("lora_parameters") or {}
+    layers = {
+        name: AdapterLayer(rank, stored.get("layers", {}).get(name, common).get("scale", 0.0))
+        for name, rank in adapter_files.ranks_of(adapter_files.described(arrays)).items()
+    }
+    peft_adapters.require_settings(model, settings, layers, stored.get("fine_tune_type", "lora"), where)
+    wanted = adapter_files.described(adapter_files.trainable(model))
+    model.update(tree_unflatten(adapter_files.fitted(wanted, arrays, where)))

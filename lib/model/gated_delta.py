@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import io
+from collections.abc import Sequence
 
 import mlx.core as mx
 from mlx_lm.models.gated_delta import gated_delta_ops
@@ -55,23 +56,42 @@ def has_kernel(sizes: tuple[int, int, int, int], dtype: mx.Dtype) -> bool:
         return False
 
 
+def _chunked(x: mx.array, groups: int, length: int) -> mx.array:
+    """[B, T, H, D] ➜ float32 [chunks, B, groups, H / groups, chunk, D]; zeros after the last token."""
+    rows, tokens, heads, _ = x.shape
+    x = mx.pad(x.astype(mx.float32), [(0, 0), (0, -tokens % length), (0, 0), (0, 0)])
+    return x.reshape(rows, -1, length, groups, heads // groups, x.shape[-1]).transpose(1, 0, 3, 4, 2, 5)
+
+
+def _states(parts: Sequence[mx.array], state: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Chunk by chunk what its tokens add, and the state: added = new - slope S, S <- rest S + keys added + more.
+    parts: [chunks, ...] each, more in some only. Gives the states before the chunks, what they add, the last state."""
+    states, added = [], []
+    # Split, not indexed: their gradients are joined then, and not each padded to all of it and added.
+    for new, slope, keys, rest, *more in zip(*(mx.split(part, len(part)) for part in parts), strict=True):
+        states.append(state)
+        added.append(mx.addmm(new, slope, state, alpha=-1))
+        state = mx.addmm(sum(more, rest * state), keys, added[-1])
+    return mx.concatenate(states), mx.concatenate(added), state
+
+
+def _tokens(y: mx.array, tokens: int) -> mx.array:
+    """`_chunked` back: [B, T, H, D]."""
+    _, rows, groups, per_group, _, size = y.shape
+    return y.transpose(1, 0, 4, 2, 3, 5).reshape(rows, -1, groups * per_group, size)[:, :tokens]
+
+
 def _chunks(
     q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
     """Arguments as `gated_delta_rule`. Within a chunk the rule is a triangular system of equations for what each token
     adds to the state (arXiv:2412.06464, section 3.3); the chunks' states follow one another."""
     (rows, tokens, groups, _), (heads, size) = k.shape, v.shape[2:]
-    is_vector, per_group = log_decay.ndim == 4, heads // groups
+    is_vector = log_decay.ndim == 4
     length = VECTOR_CHUNK if is_vector else CHUNK
-    count = -(-tokens // length)
-
-    def chunked(x: mx.array, of_group: int) -> mx.array:
-        """[B, T, H, D] ➜ float32 [chunks, B, Hk, H / Hk, chunk, D]; zeros after the last token."""
-        x = mx.pad(x.astype(mx.float32), [(0, 0), (0, count * length - tokens), (0, 0), (0, 0)])
-        return x.reshape(rows, count, length, groups, of_group, -1).transpose(1, 0, 3, 4, 2, 5)
-
-    q, k, v, beta = chunked(q, 1), chunked(k, 1), chunked(v, per_group), chunked(beta[..., None], per_group)
-    decay = mx.cumsum(chunked(log_decay if is_vector else log_decay[..., None], per_group), axis=-2)
+    each = [q, k, v, beta[..., None], log_decay if is_vector else log_decay[..., None]]
+    q, k, v, beta, log_decay = (_chunked(x, groups, length) for x in each)
+    decay = mx.cumsum(log_decay, axis=-2)
     lower = mx.tri(length, dtype=mx.float32) > 0
     if is_vector:
         gaps = decay[..., :, None, :] - decay[..., None, :, :]
@@ -83,16 +103,10 @@ def _chunks(
     solution = unit_lower_inverse(beta * products(k)) * beta.swapaxes(-1, -2)
     since, until = mx.exp(decay), mx.exp(decay[..., -1:, :] - decay)
     parts = [solution @ v, solution @ (since * k), (until * k).swapaxes(-1, -2), since[..., -1:, :].swapaxes(-1, -2)]
-    state = state.reshape(1, rows, groups, per_group, size, -1).swapaxes(-1, -2)
-    states, added = [], []
-    # Split, not indexed: their gradients are joined then, and not each padded to all of it and added.
-    for new, known, keys, kept in zip(*(mx.split(part, count) for part in parts), strict=True):
-        states.append(state)
-        added.append(mx.addmm(new, known, state, alpha=-1))
-        state = mx.addmm(kept * state, keys, added[-1])
-    y = (since * q) @ mx.concatenate(states) + products(q) @ mx.concatenate(added)
-    y = y.transpose(1, 0, 4, 2, 3, 5).reshape(rows, count * length, heads, size)[:, :tokens]
-    return y, state.swapaxes(-1, -2).reshape(rows, heads, size, -1)
+    state = state.reshape(1, rows, groups, heads // groups, size, -1).swapaxes(-1, -2)
+    states, added, state = _states(parts, state)
+    y = (since * q) @ states + products(q) @ added
+    return _tokens(y, tokens), state.swapaxes(-1, -2).reshape(rows, heads, size, -1)
 
 
 @recomputed
@@ -104,31 +118,21 @@ def rwkv7_rule(
     All [B, T, H, D], of state [B, H, D, D]. Within a chunk decays multiply to 0.545^64 at least, as RWKV-7 bounds w: a
     quotient of two such products is made from each alone. Gives y, float32 [B, T, H, D], and the last state.
     """
-    (rows, tokens, heads, size), count = r.shape, -(-r.shape[1] // CHUNK)
-
-    def chunked(x: mx.array) -> mx.array:
-        """[B, T, H, D] ➜ float32 [chunks, B, H, chunk, D]; zeros after the last token."""
-        x = mx.pad(x.astype(mx.float32), [(0, 0), (0, count * CHUNK - tokens), (0, 0), (0, 0)])
-        return x.reshape(rows, count, CHUNK, heads, size).transpose(1, 0, 3, 2, 4)
-
-    r, log_w, k, v, a, b = map(chunked, (r, mx.log(w.astype(mx.float32)), k, v, a, b))
+    (rows, tokens, heads, size), each = r.shape, [r, mx.log(w.astype(mx.float32)), k, v, a, b]
+    r, log_w, k, v, a, b = (_chunked(x, heads, CHUNK) for x in each)
     decay = mx.cumsum(log_w, axis=-2)
-    keys = mx.concatenate([b * mx.exp(-decay), k * mx.exp(-decay)], axis=-2)
-    before, since = a * mx.exp(decay - log_w), r * mx.exp(decay)
-    lower = [mx.concatenate([mx.tri(CHUNK, k=diagonal)] * 2, axis=-1) > 0 for diagonal in (-1, 0)]
-    by_a, by_r = (mx.where(mask, x @ keys.swapaxes(-1, -2), 0) for mask, x in zip(lower, (before, since), strict=True))
-    inverse = unit_lower_inverse(-by_a[..., :CHUNK])
-    last = mx.exp(decay[..., -1:, :]).swapaxes(-1, -2)
-    parts = inverse @ (by_a[..., CHUNK:] @ v), inverse @ before, v, keys.swapaxes(-1, -2), last
-    state = state.astype(mx.float32).swapaxes(-1, -2)[None]
-    states, added = [], []
-    for fixed, slope, values, columns, rest in zip(*(mx.split(part, count) for part in parts), strict=True):
-        states.append(state)
-        added.append(mx.concatenate([mx.addmm(fixed, slope, state), values], axis=-2))
-        state = rest * mx.addmm(state, columns, added[-1])
-    y = since @ mx.concatenate(states) + by_r @ mx.concatenate(added)
-    y = y.transpose(1, 0, 3, 2, 4).reshape(rows, count * CHUNK, heads, size)[:, :tokens]
-    return y, state[0].swapaxes(-1, -2)
+    before, since, until = mx.exp(decay - log_w), mx.exp(decay), mx.exp(decay[..., -1:, :] - decay)
+
+    def products(x: mx.array, y: mx.array, diagonal: int) -> mx.array:
+        return mx.tril(x @ (y * mx.exp(-decay)).swapaxes(-1, -2), diagonal)
+
+    solution = unit_lower_inverse(-products(a * before, b, -1))
+    new, slope = solution @ (products(a * before, k, -1) @ v), -solution @ (a * before)
+    keys, more = (until * b).swapaxes(-1, -2), (until * k).swapaxes(-1, -2) @ v
+    state = state.astype(mx.float32).reshape(1, rows, heads, 1, size, size).swapaxes(-1, -2)
+    states, added, state = _states([new, slope, keys, since[..., -1:, :].swapaxes(-1, -2), more], state)
+    y = (since * r) @ states + products(since * r, b, 0) @ added + products(since * r, k, 0) @ v
+    return _tokens(y, tokens), state.swapaxes(-1, -2).reshape(rows, heads, size, size)
 
 
 @mx.custom_function

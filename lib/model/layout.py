@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -142,16 +141,12 @@ class ModelLayout:
     ends_early: bool = False  # whether the last block may compute the scored tokens alone after its attention
 
 
-_layouts: dict[int, tuple[weakref.ref[nn.Module], ModelLayout]] = {}
-
-
 def layout_of(model: nn.Module) -> ModelLayout:
-    """The model's layout, filled in by the code that loads and divides it. It lives as long as the model."""
-    known = _layouts.get(id(model))
-    if known is None or known[0]() is not model:
-        key = id(model)
-        known = _layouts[key] = weakref.ref(model, lambda _: _layouts.pop(key, None)), ModelLayout()
-    return known[1]
+    """The model's layout, filled in by the code that loads and divides it."""
+    if not hasattr(model, "tandem_layout"):
+        model.tandem_layout = ModelLayout()
+    layout: ModelLayout = model.tandem_layout
+    return layout
 
 
 def family_of(model: nn.Module) -> str:

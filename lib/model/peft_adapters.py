@@ -201,19 +201,34 @@ def load(model: nn.Module, folder: Path, settings: ModelSettings) -> None:
     names = {name for name, _ in model.named_modules()}
     if strange := [layer for layer in adapter.layers if layer not in names]:
         raise UserError(f"{where} changes {strange[0]}, which the model does not have: it is of another base")
-    shapes, theirs = described(trainable(model)), adapter.settings
-    layers, wanted = adapter_layers_of(settings, shapes), adapter.layers
-    words = [] if theirs.method == settings.method else [f"model.method={theirs.method}"]
-    if layers.keys() != wanted.keys():
+    theirs = adapter.settings
+    words = [f"model.rank={theirs.rank}", f"model.alpha={theirs.alpha:g}"]
+    patterns = {name: getattr(theirs, name) for name in SAME_NAMES}
+    words += [f"'model.{name}={json.dumps(value)}'" for name, value in patterns.items() if value]
+    require_settings(model, settings, adapter.layers, theirs.method, where, words)
+    model.update(tree_unflatten(fitted(described(trainable(model)), adapter.arrays, where)))
+
+
+def require_settings(
+    model: nn.Module,
+    settings: ModelSettings,
+    wanted: Mapping[str, AdapterLayer],
+    method: str,
+    where: str,
+    words_for_ranks: Sequence[str] = (),
+) -> None:
+    """Raises UserError where a model has other layers, ranks or scales than an adapter; says what to add."""
+    layers = adapter_layers_of(settings, described(trainable(model)))
+    words = [] if method == settings.method else [f"model.method={method}"]
+    if wanted and layers.keys() != wanted.keys():
         words += _words_for_layers(list(wanted), len(model.layers))
-    pairs = [(layer, layers.get(name, layer)) for name, layer in wanted.items()]
-    if any(a.rank != b.rank or not math.isclose(a.scale, b.scale, rel_tol=SAME_SCALE) for a, b in pairs):
-        words += [f"model.rank={theirs.rank}", f"model.alpha={theirs.alpha:g}"]
-        given = {name: getattr(theirs, name) for name in SAME_NAMES}
-        words += [f"'model.{name}={json.dumps(value)}'" for name, value in given.items() if value]
+    for name, (rank, scale) in sorted(wanted.items()):
+        ours = layers.get(name, wanted[name])
+        if rank != ours.rank or not math.isclose(scale, ours.scale, rel_tol=SAME_SCALE):
+            words += words_for_ranks or [f"model.rank={rank}", f"model.scale={scale} (of {name})"]
+            break
     if words:
         raise UserError(f"{where} was made with other settings; add {' '.join(words)}")
-    model.update(tree_unflatten(fitted(shapes, adapter.arrays, where)))
 
 
 def with_names_of(model: nn.Module, adapter: PeftAdapter) -> PeftAdapter:
