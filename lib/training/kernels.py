@@ -172,8 +172,8 @@ def blocks(step: Step, batch: Batch) -> None:
     def attend_alone(stream: Stream, q: mx.array, k: mx.array, v: mx.array, scale: float, **_: object) -> mx.array:
         if stream.of_scored is not None:
             return stream.of_scored
-        stream.attended = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale)
-        return stream.attended
+        stream.mixed = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale)
+        return stream.mixed
 
     run = nn.value_and_grad(model, lambda inputs: mx.square(scored_states(model, inputs).astype(mx.float32)).sum())
     Stream.attend = attend_alone  # type: ignore[method-assign, assignment]
