@@ -329,18 +329,18 @@ def collate_trained(
 
 def _of_groups(examples: Sequence[Example], mask: np.ndarray) -> dict[str, Any]:
     """Batch's `rewards` and what else groups have; nothing for other examples."""
-    first, found = examples[0], dict[str, np.ndarray]()
+    first, arrays = examples[0], dict[str, np.ndarray]()
     for name, filler in (("rewards", np.nan), ("completion_lengths", 0.0)):
         if getattr(first, name) is not None:
-            found[name] = np.full(mask.shape[:2], filler, np.float32)
-            found[name][: len(examples)] = [getattr(example, name) for example in examples]
+            arrays[name] = np.full(mask.shape[:2], filler, np.float32)
+            arrays[name][: len(examples)] = [getattr(example, name) for example in examples]
     if first.reward_deviation is not None:
-        found["reward_deviations"] = np.full(len(mask), first.reward_deviation, np.float32)
+        arrays["reward_deviations"] = np.full(len(mask), first.reward_deviation, np.float32)
     if first.sampling_logps is not None:
         both = [pair for e in examples for pair in zip(e.sampling_logps or (), e.scored_indices, strict=True)]
-        found["sampling_logps"] = np.zeros(mask.shape, np.float32)
-        found["sampling_logps"][mask] = np.concatenate([logps[scored] for logps, scored in both])
-    return found
+        arrays["sampling_logps"] = np.zeros(mask.shape, np.float32)
+        arrays["sampling_logps"][mask] = np.concatenate([logps[scored] for logps, scored in both])
+    return arrays
 
 
 # Epochs of the order, and the most steps of each, whose micro-batches decide the shapes.

@@ -73,10 +73,10 @@ def lost(message: Message, text: str, is_earlier: bool = False) -> str | None:
     """
     content, role = message.get("content"), message["role"]
     if role != "assistant":
-        if isinstance(content, str) and not _issaid(content.strip(), text):
+        if isinstance(content, str) and not _is_in(content.strip(), text):
             return f"the content of a message from {role!r}"
         others = ((name, value) for name, value in message.items() if name not in FIELDS and _says_something(value))
-        return next((_field(name, role) for name, value in others if not _issaid(str(value), text)), None)
+        return next((_field(name, role) for name, value in others if not _is_in(str(value), text)), None)
     parts: list[tuple[str, str]] = []
     if not is_earlier:
         names = [repr(name) for name in REASONING if isinstance(message.get(name), str)]
@@ -102,11 +102,10 @@ def _says_something(value: object) -> bool:
     return value not in ("", [], {}) and value is not False
 
 
-def _issaid(said: str, text: str) -> bool:
+def _is_in(part: str, text: str) -> bool:
     """Whether a text has this in it: as it is, as a JSON string, or with other white space."""
-    if said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text:
-        return True
-    return "".join(said.split()) in "".join(text.split())
+    is_literal = part in text or json.dumps(part, ensure_ascii=False)[1:-1] in text
+    return is_literal or "".join(part.split()) in "".join(text.split())
 
 
 def _with(message: Message, **fields: Any) -> Message:
@@ -145,11 +144,11 @@ class ChatTemplate:
         self.tokenizer, self.settings = tokenizer, settings
         if reserved := RESERVED & settings.chat_template_kwargs.keys():
             raise UserError(f"data.chat_template_kwargs: {min(reserved)!r} is no argument of a template")
-        given, stored = template_of(settings), getattr(tokenizer, "chat_template", None)
+        own, stored = template_of(settings), getattr(tokenizer, "chat_template", None)
         has_template = getattr(tokenizer, "has_chat_template", stored is not None)
-        self.is_used = given is not None or (bool(settings.chat_template) and has_template)
+        self.is_used = own is not None or (bool(settings.chat_template) and has_template)
         # Some models have several, by name: that of tools is taken where there are any.
-        named = stored if given is None and isinstance(stored, dict) else {"default": given or stored}
+        named = stored if own is None and isinstance(stored, dict) else {"default": own or stored}
         # A template's strftime_now("...") says the day of the settings: else tomorrow's tokens would be others.
         day, self._texts = settings.template_date, [str(text) for text in named.values()]
         dated = [STRFTIME.sub(lambda match: json.dumps(day.strftime(match[2])), text) for text in self._texts]
@@ -158,7 +157,7 @@ class ChatTemplate:
         date = {"date_string": day.strftime("%d %b %Y")} if any("date_string" in text for text in self._texts) else {}
         # What a prompt alone is rendered with: no thinking, unless data.chat_template_kwargs wants it.
         self.arguments_without_answer: JSON = {"enable_thinking": False, **date, **settings.chat_template_kwargs}
-        if given is not None:
+        if own is not None:
             try:
                 jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).lex(self.text)
                 self.text_of([{"role": "user", "content": "a"}])
@@ -214,47 +213,48 @@ class ChatTemplate:
             except Unusable as why:
                 refusals.append(why)
                 continue
-            made = Rendering(prompt, wholes, form)
-            missing = self._lost(made)
+            rendering = Rendering(prompt, wholes, form)
+            missing = self._lost(rendering)
             if missing is not None and OPENED_THINKING.search(prompt):
-                made = self._with_thinking(made)
-                missing = self._lost(made)
+                rendering = self._with_thinking(rendering)
+                missing = self._lost(rendering)
             if missing is None:
-                return made
+                return rendering
             remedy = "take it out of the data, or give a template that keeps it with data.chat_template=FILE"
             losses.append(Unusable(f"the chat template leaves out {missing}; {remedy}"))
         raise (losses + refusals)[0]
 
-    def _lost(self, made: Rendering) -> str | None:
+    def _lost(self, rendering: Rendering) -> str | None:
         """What of a chat's messages is not in its texts, in words. Tools are not looked for."""
-        found = [lost(message, made.prompt, is_earlier=True) for message in made.chat.prompt]
-        for answer, whole in zip(made.chat.completions, made.wholes, strict=True):
-            found += [lost(message, whole.removeprefix(made.prompt)) for message in answer]
+        chat, prompt, wholes = rendering.chat, rendering.prompt, rendering.wholes
+        names = [lost(message, prompt, is_earlier=True) for message in chat.prompt]
+        for answer, whole in zip(chat.completions, wholes, strict=True):
+            names += [lost(message, whole.removeprefix(prompt)) for message in answer]
             for index, message in enumerate(answer):
-                for name, value in message.items():
-                    if message["role"] == "assistant" and name not in FIELDS and _says_something(value):
-                        without = cast(Message, {key: item for key, item in message.items() if key != name})
-                        messages = [*made.chat.prompt, *answer[:index], without, *answer[index + 1 :]]
-                        is_lost = self.apply_or_none(made.chat, messages) == whole
-                        found.append(_field(name, "assistant") if is_lost else None)
-        return next((name for name in found if name is not None), None)
+                others = [name for name in message if name not in FIELDS and message["role"] == "assistant"]
+                for name in others:
+                    without = cast(Message, {key: item for key, item in message.items() if key != name})
+                    messages = [*chat.prompt, *answer[:index], without, *answer[index + 1 :]]
+                    if _says_something(message[name]) and self.apply_or_none(chat, messages) == whole:  # type: ignore[literal-required]
+                        names.append(_field(name, "assistant"))
+        return next((name for name in names if name is not None), None)
 
-    def _with_thinking(self, made: Rendering) -> Rendering:
+    def _with_thinking(self, rendering: Rendering) -> Rendering:
         """With the answers' thinking, where the prompt opens a block for it and the template drops it from all answers.
 
         DeepSeek-R1's and QwQ's do: they are made for prompts alone.
         """
-        opened, wholes = OPENED_THINKING.search(made.prompt), list(made.wholes)
-        for k, answer in enumerate(made.chat.completions):
+        chat, prompt, wholes = rendering.chat, rendering.prompt, [*rendering.wholes]
+        opened = OPENED_THINKING.search(prompt)
+        plain = self.apply_or_none(chat, [*chat.prompt, assistant_message(SENTINEL)]) or ""
+        for k, answer in enumerate(chat.completions):
             thinking = (reasoning_of(answer[-1]) or "").strip()
-            whole = self.apply_or_none(made.chat, [*made.chat.prompt, assistant_message(SENTINEL)]) or ""
-            if opened is None or len(answer) > 1 or not thinking or "tool_calls" in answer[0] or SENTINEL not in whole:
+            if opened is None or len(answer) > 1 or not thinking or "tool_calls" in answer[0] or SENTINEL not in plain:
                 continue
             content = INLINE_THINKING.sub("", str(answer[0].get("content") or ""), count=1)
             gap = "" if inline_reasoning(answer[0]) is not None else 2 * opened[2]
-            suffix = whole.partition(SENTINEL)[2]
-            wholes[k] = f"{made.prompt}{thinking}{opened[2]}</{opened[1]}>{gap}{content}{suffix}"
-        return made._replace(wholes=wholes)
+            wholes[k] = f"{prompt}{thinking}{opened[2]}</{opened[1]}>{gap}{content}{plain.partition(SENTINEL)[2]}"
+        return rendering._replace(wholes=wholes)
 
     @cached_property
     def marks(self) -> frozenset[str]:
@@ -280,8 +280,8 @@ class ChatTemplate:
         if not isinstance(content, str) or not content.strip():
             return None
         others = [*messages[:index], _with(messages[index], content=SENTINEL), *messages[index + 1 :]]
-        before, found, after = (self.apply_or_none(chat, others) or "").partition(SENTINEL)
-        is_clear = found and SENTINEL not in after and whole.startswith(before) and whole.endswith(after)
+        before, mark, after = (self.apply_or_none(chat, others) or "").partition(SENTINEL)
+        is_clear = mark and SENTINEL not in after and whole.startswith(before) and whole.endswith(after)
         return (len(before), len(whole) - len(after)) if is_clear and len(before) + len(after) <= len(whole) else None
 
     def marked(self, chat: Chat, messages: Sequence[Message]) -> list[tuple[int, int]]:
@@ -289,11 +289,11 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         inner: Any = getattr(self.tokenizer, "_tokenizer", self.tokenizer)
-        given: Any = {"tools": chat.tools or None, "return_assistant_tokens_mask": True}
-        given |= {**inner.special_tokens_map, **self.arguments(chat)}
+        arguments: Any = {"tools": chat.tools or None, "return_assistant_tokens_mask": True}
+        arguments |= {**inner.special_tokens_map, **self.arguments(chat)}
         bare: Any = [{k: v for k, v in message.items() if v is not None} for message in messages]
         try:
-            rendered: Any = render_jinja_template([bare], chat_template=self.text, **given)
+            rendered: Any = render_jinja_template([bare], chat_template=self.text, **arguments)
         except Exception:  # a template raises whatever its author chose
             return []
         return [(begin, end) for begin, end in rendered[1][0]]

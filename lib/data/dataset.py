@@ -260,8 +260,8 @@ class Tokenisation(NamedTuple):
         rows = [number for number in numbers.tolist() if number in pieces]
         flat = [piece for number in rows for piece in pieces[number]]
         labels = records.column("label")[rows] > 0 if self.kind == "unpaired" else None
-        made = in_memory(name, self.kind, records.formats, flat, labels)
-        return replace(made, truncated_count=cut, skipped=skipped, skipped_count=count, unwanted_count=unwanted)
+        dataset = in_memory(name, self.kind, records.formats, flat, labels)
+        return replace(dataset, truncated_count=cut, skipped=skipped, skipped_count=count, unwanted_count=unwanted)
 
     def _finish(self, record: Record | Unusable) -> tuple[Pieces, bool]:
         """Encode, check and truncate an example: ([prompt, completion, ...] int32, was it cut). Raises Unusable."""

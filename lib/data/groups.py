@@ -139,10 +139,10 @@ def groups_in_memory(name: str, groups: list[Group], skipped: list[str]) -> Grou
     pieces, flat = list[np.ndarray](), list[np.ndarray]()
     rewards = np.full((len(groups), samples), np.nan, np.float32)
     lengths = np.zeros_like(rewards)
-    for row, (prompt, completions, given, logps, mask) in enumerate(groups):
+    for row, (prompt, completions, scores, logps, mask) in enumerate(groups):
         of_group = [np.array(prompt, np.int32)] + [np.array([LEFT_OUT], np.int32)] * samples
         of_tokens = [np.zeros(len(piece), np.float32) for piece in of_group]
-        for k, (completion, reward) in enumerate(zip(completions, given, strict=True)):
+        for k, (completion, reward) in enumerate(zip(completions, scores, strict=True)):
             if reward is None:
                 continue
             rewards[row, k], lengths[row, k] = reward, len(completion)
@@ -156,7 +156,7 @@ def groups_in_memory(name: str, groups: list[Group], skipped: list[str]) -> Grou
     tokens, bounds, digest = pack("group", pieces, None)
     all_logps = np.concatenate(flat) if has_logps else None
     of_all = hashlib.sha256(digest.encode() + rewards.tobytes() + (b"" if all_logps is None else all_logps.tobytes()))
-    known = rewards[~np.isnan(rewards)].astype(np.float64)
+    present = rewards[~np.isnan(rewards)].astype(np.float64)
     return GroupedDataset(
         name,
         "group",
@@ -169,6 +169,6 @@ def groups_in_memory(name: str, groups: list[Group], skipped: list[str]) -> Grou
         samples=samples,
         rewards=rewards,
         completion_lengths=lengths,
-        deviation=float(known.std(ddof=1)) if len(known) > 1 else 0.0,
+        deviation=float(present.std(ddof=1)) if len(present) > 1 else 0.0,
         logps=all_logps,
     )

@@ -53,16 +53,16 @@ def fetch(address: str, cache_dir: str, tell: Callable[[str], None]) -> list[Pat
         if "rows" not in options:
             return paths
         key = f"{address} {[(str(path), path.stat().st_mtime_ns) for path in paths]}"
-        kept = record_files.cached(cache_dir, "hub", key).with_suffix(".jsonl")
-        if not kept.exists():
-            kept.parent.mkdir(parents=True, exist_ok=True)
+        first_rows = record_files.cached(cache_dir, "hub", key).with_suffix(".jsonl")
+        if not first_rows.exists():
+            first_rows.parent.mkdir(parents=True, exist_ok=True)
             lines = ((path, *line) for path in paths for line in record_files.read(str(path)))
-            with files.replacing(kept) as file:
+            with files.replacing(first_rows) as file:
                 for path, number, record in itertools.islice(lines, int(options["rows"])):
                     if isinstance(record, Unusable):
                         raise UserError(f"{path}:{number}: {record}")
                     file.write(json.dumps(record, ensure_ascii=False, default=str).encode() + b"\n")
-        return [kept]
+        return [first_rows]
 
 
 @contextlib.contextmanager
@@ -81,8 +81,8 @@ def _open_split(address: str) -> tuple[Split, dict[str, str]]:
     options = dict(parse_qsl(query, keep_blank_values=True))
     unknown = sorted(options.keys() - {"config", "split", "revision", "rows"})
     if not name or unknown or not re.fullmatch(r"[1-9][0-9]{0,17}", options.get("rows", "1")):
-        known = "hf://OWNER/NAME?config=C&split=S&revision=R&rows=N"
-        raise UserError(f"{', '.join(unknown) or 'name or rows'}: a data set is {known}")
+        form = "hf://OWNER/NAME?config=C&split=S&revision=R&rows=N"
+        raise UserError(f"{', '.join(unknown) or 'name or rows'}: a data set is {form}")
     if name[0] in "/.~":
         root = Path(name).expanduser().absolute()
         if not root.is_dir():
@@ -172,22 +172,21 @@ def _chosen(names: Sequence[str], card: str, config: str | None, split: str) -> 
         splits = splits or {"train": unnamed}  # no name says anything: all of it is for training
     if split not in splits:
         raise UserError(f"no split {split!r}; there are {', '.join(splits)}")
-    found = splits[split]
-    if not found or not all(map(is_data, found)):
+    if not (chosen := splits[split]) or not all(map(is_data, chosen)):
         raise UserError(
-            f"no file of it ends with {', '.join(ENDINGS)}: split {split!r} is {', '.join(found) or 'empty'}"
+            f"no file of it ends with {', '.join(ENDINGS)}: split {split!r} is {', '.join(chosen) or 'empty'}"
         )
-    return found
+    return chosen
 
 
 def _splits_of_card(names: Sequence[str], entry: dict[str, Any]) -> dict[str, list[str]]:
     """The files of each split of a configuration of the README.md."""
     from fsspec.utils import glob_translate
 
-    given, folder = entry["data_files"], str(entry.get("data_dir") or "").strip("/")
-    is_by_split = isinstance(given, list) and all(isinstance(part, dict) for part in given)
+    parts, folder = entry["data_files"], str(entry.get("data_dir") or "").strip("/")
+    is_by_split = isinstance(parts, list) and all(isinstance(part, dict) for part in parts)
     splits = {}
-    for part in given if is_by_split else [{"path": given}]:
+    for part in parts if is_by_split else [{"path": parts}]:
         paths = part.get("path")
         patterns = [f"{folder}/{path}".lstrip("/") for path in (paths if isinstance(paths, list) else [paths])]
         wanted = re.compile("|".join(map(glob_translate, patterns)))
@@ -205,6 +204,6 @@ def split_of(name: str) -> str | None:
     """The split that a file's name or a folder says, the innermost first: `data/train-00000-of-00002.parquet`."""
     for part in reversed(name.split("/")):
         words = set(re.split(r"[^a-z0-9]+|(?<=[a-z])(?=[0-9])", part.lower()))
-        if split := next((split for split, known in SPLIT_WORDS.items() if words & known), None):
+        if split := next((split for split, names in SPLIT_WORDS.items() if words & names), None):
             return split
     return None

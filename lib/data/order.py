@@ -175,15 +175,15 @@ def assign_neighbours(
     for _ in range(len(middles)):
         loads = np.bincount(owners, costs, len(sizes)) / weights
         heaviest = int(np.argmax(loads))
-        mine, theirs = np.flatnonzero(owners == heaviest), np.flatnonzero(owners != heaviest)
-        saved = costs[mine][:, None] - costs[theirs]
-        others = loads[owners[theirs]] + saved / weights[owners[theirs]]
-        after = np.maximum(loads[heaviest] - saved / weights[heaviest], others)
-        after[lengths[mine][:, None] != lengths[theirs]] = np.inf
+        own, others = np.flatnonzero(owners == heaviest), np.flatnonzero(owners != heaviest)
+        saved = costs[own][:, None] - costs[others]
+        loads_of_others = loads[owners[others]] + saved / weights[owners[others]]
+        after = np.maximum(loads[heaviest] - saved / weights[heaviest], loads_of_others)
+        after[lengths[own][:, None] != lengths[others]] = np.inf
         if not after.size or after.min() >= loads[heaviest] * (1 - 1e-9):
             break
         i, j = np.unravel_index(np.argmin(after), after.shape)
-        owners[mine[i]], owners[theirs[j]] = owners[theirs[j]], heaviest
+        owners[own[i]], owners[others[j]] = owners[others[j]], heaviest
     assigned = [
         [batch for batch, owner in zip(batches, owners, strict=True) if owner == rank] for rank in range(len(sizes))
     ]

@@ -47,7 +47,7 @@ def columns_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> JSON:
     return {"prompt": stored if is_text else parsed.prompt} | {name: extra for name, extra in extras.items() if extra}
 
 
-def asked_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> str | list[Message]:
+def prompt_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> str | list[Message]:
     """A record's prompt: text, or messages up to the one that is to be answered. Raises Unusable."""
     prompt: str | list[Message] = columns_of(record, data, tokenizer)["prompt"]
     return prompt
@@ -107,10 +107,10 @@ def load_questions(settings: Config, tokenizer: Tokenizer | None, limits: Vocabu
                 raise Unusable(f"a question's {ANSWER!r} is {is_what}: give it an answer, or leave the line out")
             parsed, setting = parse(record, columns, "prompt"), "evaluate.max_tokens"
             ids = ids_of(parsed, encoder, limits, evaluate.max_tokens, setting)
-            asked = asked_of(record, data, tokenizer)
+            prompt = prompt_of(record, data, tokenizer)
         except Unusable as why:
             raise UserError(f"{path}:{line}: {why}") from None
-        last = asked if isinstance(asked, str) else str(asked[-1]["content"])
+        last = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
         questions.append(Question(last, ids, str(answer).strip()))
     if not questions:
         raise UserError(f"evaluate.answers={path} has no records")
@@ -192,7 +192,7 @@ def open_prompts(
     name, most = " + ".join(sources.unweighted(source, "prompts")), rollouts.max_tokens
     records, rows = sources.open_sources(source, settings, "prompt", held_out, tell)
     tokenisation = Tokenisation(settings, "prompt", encoder, limits)
-    kept, ids, skipped = list[int](), list[list[int]](), [*records.unusable]
+    ids, skipped = dict[int, list[int]](), [*records.unusable]
     for row, (place, record) in zip(rows.tolist(), tokenisation.placed(records, rows), strict=True):
         try:
             prompt = ids_of(record, encoder, limits, most, "rollouts.max_tokens")
@@ -204,7 +204,6 @@ def open_prompts(
         except Unusable as why:
             skipped.append(f"{place}: {why}")
         else:
-            ids.append(prompt)
-            kept.append(row)
-    sources.require_usable(name, skipped, len(skipped), len(kept), settings.skip_invalid)
-    return Prompts(name, records.only(np.array(kept)), ids, most, completions, skipped)
+            ids[row] = prompt
+    sources.require_usable(name, skipped, len(skipped), len(ids), settings.skip_invalid)
+    return Prompts(name, records.only(np.array([*ids])), [*ids.values()], most, completions, skipped)

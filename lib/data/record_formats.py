@@ -195,7 +195,7 @@ def _message(message: object, where: str, ignore: Collection[str]) -> Message:
         raise Unusable(f"{where} has no content and no tool_calls {columns}")
     if not isinstance(content, str | None):
         raise Unusable(f"{where}.content is {name_of_type(content)}, not a string")
-    for other in fields.keys() & {"train", "training", "loss_weight"}:  # axolotl's, LLaMA-Factory's
+    for other in filter(fields.__contains__, ("train", "training", "loss_weight")):  # axolotl's, LLaMA-Factory's
         fields["weight"] = fields.pop(other)
     if fields.get("weight", 1) not in (0, 1):
         raise Unusable(f"{where}.weight is {json.dumps(fields['weight'], default=str)}, not 0 or 1")

@@ -85,8 +85,8 @@ class TextTokens:
         """Ids of a text, and for each the character that it begins at; a slow tokenizer is asked by prefixes."""
         if self._is_fast:
             options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
-            made = self.inner(text, **options)
-            return made["input_ids"], [start for start, _ in made["offset_mapping"]]
+            encoding = self.inner(text, **options)
+            return encoding["input_ids"], [start for start, _ in encoding["offset_mapping"]]
         ids, begins = self.ids(text), [0]
         for count in range(1, len(ids)):
             begins.append(max(begins[-1], len(self.tokenizer.decode(ids[:count]))))

@@ -35,7 +35,7 @@ from mlx_lm.utils import load_tokenizer as load_words
 
 from lib.config import read_file
 from lib.config.settings import REWARD_MODEL, Config, DataSettings, EvaluateSettings
-from lib.data.prompts import Prompts, asked_of
+from lib.data.prompts import Prompts, prompt_of
 from lib.data.record_formats import ANSWER
 from lib.data.sources import Records
 from lib.data.tokenizer import Tokenizer, Vocabulary
@@ -77,7 +77,7 @@ class Question:
 def question_of(row: int, texts: Sequence[str], records: Records, data: DataSettings, tokenizer: Tokenizer) -> Question:
     """What a judge is asked about some answers to a row's prompt."""
     record = records[row]
-    return Question(records.location(row), asked_of(record, data, tokenizer), texts, record)
+    return Question(records.location(row), prompt_of(record, data, tokenizer), texts, record)
 
 
 class Judge:
