@@ -231,11 +231,11 @@ class ChatTemplate:
         for answer, whole in zip(chat.completions, wholes, strict=True):
             names += [lost(message, whole.removeprefix(prompt)) for message in answer]
             for index, message in enumerate(answer):
-                others = [name for name in message if name not in FIELDS and message["role"] == "assistant"]
-                for name in others:
-                    without = cast(Message, {key: item for key, item in message.items() if key != name})
+                fields = cast(JSON, message if message["role"] == "assistant" else {})
+                for name in [name for name in fields if name not in FIELDS]:
+                    without = cast(Message, {key: item for key, item in fields.items() if key != name})
                     messages = [*chat.prompt, *answer[:index], without, *answer[index + 1 :]]
-                    if _says_something(message[name]) and self.apply_or_none(chat, messages) == whole:  # type: ignore[literal-required]
+                    if _says_something(fields[name]) and self.apply_or_none(chat, messages) == whole:
                         names.append(_field(name, "assistant"))
         return next((name for name in names if name is not None), None)
 
