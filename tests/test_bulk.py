@@ -31,7 +31,7 @@ from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.evaluate import score_file
 from lib.evaluate.sampler import Sample
-from lib.evaluate.score_file import open_asked
+from lib.evaluate.score_file import evaluation_records
 from lib.model import load as models
 from lib.system.terminal import Terminal
 from lib.training import reference_model
@@ -183,7 +183,7 @@ def test_questions_are_asked_with_all_that_training_reads_beside_a_prompt(chatty
         text = tokenizer.decode(question.prompt_ids)
         assert all(part in text for part in wanted) and "A." not in text, record
         assert (question.prompt, question.answer) == ("Q?", "7")
-    records = open_asked(str(path), config, "prompt", Terminal())
+    records = evaluation_records(str(path), config, "prompt", Terminal())
     asked = score_file.CompletionWriter(models.load(config.model, 0), tokenizer, records, config, None)
     assert [asked.prompt_ids(row) for row in range(len(BESIDE))] == [one.prompt_ids for one in questions]
     for wrong in ([], ["a"], [{"role": "user"}]):
@@ -229,7 +229,7 @@ def test_pairs_are_trained_behind_the_prompts_that_were_answered(
     words = [*common(chatty, "evaluate.judge=tests.test_bulk:by_length", "data.max_length=1024"), "--data", str(data)]
     bulk([*words, "--make-pairs", str(out)])
     config = config_of(chatty)
-    records = open_asked(str(data), config, "prompt", Terminal())
+    records = evaluation_records(str(data), config, "prompt", Terminal())
     asked = score_file.CompletionWriter(models.load(config.model, 0), tokenizer, records, config, None)
     trained = load_dataset(str(out), config.data, "preference", tokenizer, vocabulary=Vocabulary(1))
     assert [one.prompt_ids.tolist() for one in trained] == [asked.prompt_ids(row) for row in range(len(records))]

@@ -249,7 +249,9 @@ def test_two_ranks_give_the_lines_of_one(tmp_path: Path) -> None:
     if world.rank == 0:
         questions(folder)
     world.gather_text("written")
-    records = score_file.open_asked(str(folder / "questions.jsonl"), own, "prompt", Terminal(silent=world.rank != 0))
+    records = score_file.evaluation_records(
+        str(folder / "questions.jsonl"), own, "prompt", Terminal(silent=world.rank != 0)
+    )
     first, second = (StoredModel(each, None) for each in (own, other))
     if world.rank == 0:
         alone = win_rate.compare(first, second, records, folder / "one.jsonl", world.alone())

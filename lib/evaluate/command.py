@@ -29,7 +29,7 @@ from lib.errors import AgreedError, UserError
 from lib.evaluate import harness, score_file, win_rate
 from lib.evaluate.exact_match import exact_match, greedy
 from lib.evaluate.held_out_metrics import digest_of, metrics_of, write_per_pair
-from lib.evaluate.score_file import FileJob, StoredModel, divides, open_asked, parts_of_model
+from lib.evaluate.score_file import FileJob, StoredModel, divides, evaluation_records, parts_of_model
 from lib.model import adapter_files
 from lib.model import load as load_module
 from lib.system import files, mpi_and_blas
@@ -140,7 +140,7 @@ def in_bulk(subject: StoredModel, options: argparse.Namespace, world: World, say
         if not writes:
             _require_records_loss(settings)
         tokenizer = subject.tokenizer() if writes else tokenizer_module.load_tokenizer_of(settings.model)
-        records = open_asked(options.data, settings, "prompt" if writes else settings.record_kind, say)
+        records = evaluation_records(options.data, settings, "prompt" if writes else settings.record_kind, say)
     ranks, (parts, world) = world, parts_of_model(settings, world)
     loaded = subject.load(world, parts)
     world = loaded.world if parts is not None else world.alone()
@@ -171,7 +171,7 @@ def against(subject: StoredModel, options: argparse.Namespace, world: World, say
     """--against: how often the answers of one model are better than those of another."""
     with world.agreeing("reading the prompts"):
         other = _other(subject.settings, options)
-        records = open_asked(options.data, subject.settings, "prompt", say)
+        records = evaluation_records(options.data, subject.settings, "prompt", say)
     result = win_rate.compare(subject, other, records, Path(options.out), world)
     if result is not None:
         win_rate.show(say, subject.name, other.name, result)

@@ -204,8 +204,8 @@ class HarnessModel:
 
 def longest_input(settings: Config) -> int:
     """How many tokens the model can see at once, by its config.json and its table of positions."""
-    known = (context_tokens(stored_config(settings.model)), load.table_sizes(settings.model).positions)
-    return min((tokens for tokens in known if tokens is not None), default=LONGEST)
+    limits = context_tokens(stored_config(settings.model)), load.table_sizes(settings.model).positions
+    return min((tokens for tokens in limits if tokens is not None), default=LONGEST)
 
 
 def rolling_windows(ids: list[int], start_id: int, longest: int) -> list[tuple[list[int], list[int]]]:

@@ -177,12 +177,13 @@ class Sampler:
         live, position = answers, 1
         tokens, logps = self._draw(logits, numbers[:, 0])
         self._take(live, tokens[None], logps[None])
-        while kept := [i for i, answer in enumerate(live) if answer.finish is None]:
+        while rows := [i for i, answer in enumerate(live) if answer.finish is None]:
             if not is_wanted():
                 return []
-            if len(kept) < len(live):
-                live, tokens, numbers = [live[i] for i in kept], tokens[mx.array(kept)], numbers[mx.array(kept)]
-                self._select(cache, mx.array(kept))
+            if len(rows) < len(live):
+                left = mx.array(rows)
+                live, tokens, numbers = [live[i] for i in rows], tokens[left], numbers[left]
+                self._select(cache, left)
             drawn = []
             for column in range(position, min(position + BLOCK, most)):
                 tokens, logps = self._draw(self.model(tokens[:, None], cache=cache)[:, -1], numbers[:, column])

@@ -123,7 +123,7 @@ def digest_of(records: Records) -> str:
     return key_of(*((index.digest, len(index.entries)) for index in records.indices))
 
 
-def open_asked(named: str | None, settings: Config, kind: RecordKind, say: Terminal) -> Records:
+def evaluation_records(named: str | None, settings: Config, kind: RecordKind, say: Terminal) -> Records:
     """The records of --data, by default those that the run holds out. kind: what the command reads of a record."""
     source, data = named or settings.data.valid, settings.data
     if source is not None:

@@ -98,7 +98,7 @@ class PlanFacts:
         return [link for link in every if link.backend == self.backend]
 
     @property
-    def link_is_known(self) -> bool:
+    def link_is_measured(self) -> bool:
         return bool(self._links())
 
     def sum_seconds(self, size_bytes: float) -> float:
@@ -117,19 +117,11 @@ class PlanFacts:
     # ---- Speeds
 
     def rates(self) -> list[float | None]:
-        """Each host's GFLOP/s in matrix products: as measured now of all, else as calibrated, else as published."""
+        """Each host's GFLOP/s in matrix products: as measured now of all, else as calibrated."""
         now = [host.gflops for host in self.hosts]
         if all(now):
             return now
-        by_source: dict[str, dict[str | None, float | None]] = {}
-        for chip in self.published:
-            by_source.setdefault(chip.source, {})[chip.machine.device_name] = chip.gflops
-        names = {host.device_name for host in self.hosts}
-        published = next((chips for chips in by_source.values() if names <= chips.keys()), {})  # comparable ones
-        return [
-            (host.calibration and host.calibration.gflops) or host.gflops or published.get(host.device_name)
-            for host in self.hosts
-        ]
+        return [(host.calibration and host.calibration.gflops) or host.gflops for host in self.hosts]
 
     def memory_speed(self, rank: int) -> float:
         """Bytes a second of a host's memory: as calibrated, else as published, else as is usual."""

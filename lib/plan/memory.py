@@ -84,7 +84,7 @@ class StepBytes(NamedTuple):
 class BlockBytes(NamedTuple):
     """What one block holds of a micro-batch."""
 
-    kept: float  # for the backward pass
+    saved: float  # for the backward pass
     input: float  # alone, with gradient checkpointing
     at_work: float  # beyond what is kept, while the block runs backward
 
@@ -108,15 +108,15 @@ def activation_bytes_of_block(
         numbers += queries + 2 * keys + 2 * hidden + 2 * columns
         if device != "cpu":
             numbers += (2 * hidden + queries + columns) * (4 - item) / item
-    kept = batch.tokens * numbers * item
+    saved = batch.tokens * numbers * item
     if device == "cpu" and item < 4:
-        kept += batch.tokens * 2 * hidden * 4
+        saved += batch.tokens * 2 * hidden * 4
     sequences, positions = batch.rows * batch.completions, batch.prefix + batch.length
     if batch.prefix:  # every completion has a copy of its prompt's keys and values
-        kept += attend * 2 * keys * sequences * positions * item
+        saved += attend * 2 * keys * sequences * positions * item
     is_fused = device == "cuda" and item == 2 and shape.head_dim <= 128
     if not is_fused and positions <= LONG:
-        kept += attend * batch.scores * shape.heads * item
+        saved += attend * batch.scores * shape.heads * item
     at_work: float = batch.tokens * (3 * columns + 4 * hidden) * item + (not is_fused) * 2 * min(
         batch.scores * shape.heads * item, 2**28
     )
@@ -127,7 +127,7 @@ def activation_bytes_of_block(
         at_work += hidden * max(columns, queries) * (shape.experts if is_sparse else 1) * item * 2
     if training.method == "dora":  # the adapted weights are made for their norm, in float32
         at_work += 3 * 4 * min(weights, 2 * hidden * max(columns, queries))
-    return BlockBytes(kept, batch.tokens * hidden * item, at_work)
+    return BlockBytes(saved, batch.tokens * hidden * item, at_work)
 
 
 def step_bytes(
@@ -144,13 +144,13 @@ def step_bytes(
     update = optimizer.update * largest + optimizer.slice_update * min(largest, SLICE_BYTES)
     update += min(gradients, UPDATED_BYTES)
     # Activations of the blocks that gradients pass through, at the largest moment.
-    kept, at_work = 0.0, 0.0
+    saved, at_work = 0.0, 0.0
     for is_sparse, count in zip((False, True), trained_blocks(shape, training), strict=True):
         if count:
             block = activation_bytes_of_block(shape, training, batch, device, is_sparse)
-            kept += count * (block.input if training.checkpointing else block.kept)
-            at_work = max(at_work, block.at_work + (block.kept if training.checkpointing else 0.0))
-    passes = kept + at_work + head_bytes(shape, training, batch, device)
+            saved += count * (block.input if training.checkpointing else block.saved)
+            at_work = max(at_work, block.at_work + (block.saved if training.checkpointing else 0.0))
+    passes = saved + at_work + head_bytes(shape, training, batch, device)
     if training.method == "full" and training.blocks is None:  # gradients are made as activations are freed
         passes = max(passes, gradients + 0.5 * passes)
     else:
@@ -243,8 +243,8 @@ class Rows:
         prompt, widest = min(self.prompt, self.seen), min(self.scored, self.seen)
         in_all: list[int] = [pairs * self.tokens, pairs * self.scored]
         if self.sums:
-            known = min(pairs, len(self.sums[0]))
-            in_all = [-(-of_rows[known - 1] * pairs // known) for of_rows in self.sums]
+            count = min(pairs, len(self.sums[0]))
+            in_all = [-(-of_rows[count - 1] * pairs // count) for of_rows in self.sums]
         shortest = prompt if self.shortest_prompt is None or pairs == 1 else min(prompt, self.shortest_prompt)
         need = (pairs, shortest, prompt, self.seen, *in_all, widest)
         return batch_shape_of(np.array([need], NEED), self.completions, self.length_multiple, shared_prompts)
@@ -292,8 +292,8 @@ class MemoryModel:
         counts = {False: shape.blocks - shape.expert_blocks, True: shape.expert_blocks}
         kinds = [kind for kind, count in counts.items() if count]
         blocks = [activation_bytes_of_block(shape, self.training, batch, device, kind) for kind in kinds]
-        kept = sum(block.kept * counts[kind] for kind, block in zip(kinds, blocks, strict=True)) / shape.blocks
-        return BlockBytes(kept, blocks[0].input, max(block.at_work for block in blocks))
+        saved = sum(block.saved * counts[kind] for kind, block in zip(kinds, blocks, strict=True)) / shape.blocks
+        return BlockBytes(saved, blocks[0].input, max(block.at_work for block in blocks))
 
     def most_pairs(self, device: Device) -> int:
         """Pairs of a micro-batch beyond which nothing is gained."""

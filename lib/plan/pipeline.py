@@ -205,7 +205,7 @@ def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int, more_in_flight: 
     of_block, of_head = np.array([speeds.parts(rank, pairs) for rank in range(ranks)]).T * mean / pairs
     is_last = np.arange(ranks) == ranks - 1
     held, ends = memory.held_bytes(ranks)
-    kept, inputs, work = np.array([memory.block_bytes(host.kind, pairs) for host in hosts]).T
+    saved, inputs, work = np.array([memory.block_bytes(host.kind, pairs) for host in hosts]).T
     batch = memory.rows.batch(pairs, memory.training.shared_prompts)
     work[-1] += head_bytes(memory.shape, memory.training, batch, hosts[-1].kind)
     must, flying = bool(model.gradient_checkpointing), np.array(in_flight)
@@ -222,8 +222,8 @@ def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int, more_in_flight: 
         block_seconds=of_block,
         end_seconds=np.where(is_last, of_head, 0.0),
         backward=BACKWARD[model.method],
-        block_bytes=held + np.array([flying * kept, flying * inputs, kept]),
-        fixed_bytes=np.where(forbidden, np.inf, [fixed, fixed + kept, fixed + flying * message]),
+        block_bytes=held + np.array([flying * saved, flying * inputs, saved]),
+        fixed_bytes=np.where(forbidden, np.inf, [fixed, fixed + saved, fixed + flying * message]),
         room=np.array([host.room_bytes for host in hosts]),
         hops=tuple(Hop(max(0.0, seconds - latency), latency) for seconds, latency in passes),
         in_flight=in_flight,
@@ -236,12 +236,12 @@ def plan_pipelined(facts: PlanFacts) -> ClusterPlan:
     """Cuts a model between blocks for the shortest step, or as plan.shares says, with its prediction; or UserError."""
     speeds, names = HostSpeeds.of(facts), facts.names
     blocks = configured_blocks(facts.settings.plan.shares, len(names), speeds.memory.shape.blocks)
-    cut, known = _choose(facts, speeds, blocks), speeds.are_known
+    cut, measured = _choose(facts, speeds, blocks), speeds.are_measured
     reason = "blocks as plan.shares has them" if blocks else f"blocks for the shortest step, {speeds.source}"
-    plan = plan_of_parts(facts, "pipelined", _stages(facts, cut, known), cut.costs.pairs, reason)
+    plan = plan_of_parts(facts, "pipelined", _stages(facts, cut, measured), cut.costs.pairs, reason)
     updates = [curve.step_overhead_seconds for curve in speeds.curves]
     parts = [o * b / speeds.memory.shape.blocks for o, b in zip(updates, cut.blocks, strict=False)]
-    seconds = cut.step_seconds + max(parts, default=0.0) if known else None
+    seconds = cut.step_seconds + max(parts, default=0.0) if measured else None
     warnings, pairs = list(plan.warnings), pairwise(names)
     unknown = [f"{a} to {b}" for rank, (a, b) in enumerate(pairs) if facts.link_between(rank) is ASSUMED_LINK]
     if unknown:
@@ -314,16 +314,16 @@ def _choose(facts: PlanFacts, speeds: HostSpeeds, blocks: tuple[int, ...] | None
     return best
 
 
-def _stages(facts: PlanFacts, cut: Cut, known: bool) -> list[StagePlan]:
+def _stages(facts: PlanFacts, cut: Cut, measured: bool) -> list[StagePlan]:
     assert facts.memory is not None
     of_block, ends = facts.memory.held_bytes(len(facts.hosts))
     stages = []
     for rank, (first, blocks) in enumerate(zip(accumulate(cut.blocks, initial=0), cut.blocks, strict=False)):
         held, keeps = of_block * blocks + ends[rank], cut.keeps[rank]
         needed = cut.costs.block_bytes[keeps, rank] * blocks + cut.costs.fixed_bytes[keeps, rank]
-        kept = keeps == Keeps.INPUT, keeps == Keeps.BLOCK_INPUTS
-        stage = StagePlan(first, blocks, cut.costs.in_flight[rank], *kept, round(held), round(needed - held))
-        if known:
+        recomputes = keeps == Keeps.INPUT, keeps == Keeps.BLOCK_INPUTS
+        stage = StagePlan(first, blocks, cut.costs.in_flight[rank], *recomputes, round(held), round(needed - held))
+        if measured:
             forward, backward = cut.forward_seconds[rank], cut.backward_seconds[rank]
             idle = 1 - cut.costs.micro_batches * (forward + backward) / cut.step_seconds if cut.step_seconds else 0.0
             stage = replace(stage, forward_seconds=forward, backward_seconds=backward, idle_fraction=idle)

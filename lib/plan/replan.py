@@ -17,15 +17,15 @@ import numpy as np
 from lib.config.settings import PlanSettings
 from lib.plan.calibration import BatchCurve
 from lib.plan.plan import ClusterPlan, plan_cluster
-from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, DRIFT
+from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE
 
-REMEMBERED_STEPS = 192  # of a plan: speeds are their medians
-FIRST_LOOK = 3  # steps of a plan, before its shares are corrected for the first time
-DRIFT_STEPS = 4  # in a row, that take DRIFT longer
+REMEMBERED_STEPS = 192  # by which noise is known
+LOOK_STEPS = 3  # between two looks at the measured speeds
+WINDOW_STEPS = 9  # of a plan, the last ones: speeds are their medians
 LEAST_SECONDS = 2.0  # that a new plan has to save in the rest of the run
-LEAST_GAIN = 0.02  # of a step's time, that a correction has to save
-STANDARD_ERRORS = 3.0  # of a host's measured speed: a smaller gain may be noise
-DRIFT_ERRORS = 4.0  # the same for drift, which is looked for after every step
+LEAST_GAIN = 0.02  # of a step's time, that a new plan has to save
+DRIFT = 0.05  # the same of equal ranks on one machine
+STANDARD_ERRORS = 4.0  # of a host's measured speed: a smaller gain may be noise
 USUAL_NOISE = 0.05  # of a step's time, where too few steps were seen to know better
 WEIGHT_OF_USUAL = 4  # steps
 
@@ -42,9 +42,8 @@ class Schedule:
         self.settings, self.lead, self.steps = settings, lead, steps
         self.is_open = settings.replan and settings.shares is None and len(first.workers) > 1
         # Equal ranks of one machine without a curve stay equal, and their bits the same, unless they drift far.
-        self._corrects = any(first.curves) or len({rank.host for rank in first.ranks}) > 1
+        self.are_equal = not any(first.curves) and len({rank.host for rank in first.ranks}) == 1
         self._speeds = _Speeds()
-        self._corrections = 0
 
     def at(self, step: int) -> ClusterPlan:
         """The plan of a step."""
@@ -53,22 +52,16 @@ class Schedule:
     def observe(self, step: int, tokens: Sequence[float], compute_seconds: Sequence[float]) -> ClusterPlan | None:
         """A new plan, if the step's tokens (or what costs as much) and seconds by rank ask for one; else None.
 
-        The first steps correct the shares, whatever the calibration said: after 3, 6, 12, ... steps of a plan, one is
-        taken that is shorter at the median speeds by more than their noise. Later, drift is corrected, where in
-        DRIFT_STEPS steps in a row the slowest rank took more than DRIFT longer than the work spread evenly.
+        Every few steps the plan that is best at the median speeds is taken, if it saves more than noise explains. So
+        the first steps correct the shares, whatever the calibration said, and later ones follow what changed.
         """
         (first, plan), speeds = self.plans[-1], self._speeds
         # A plan's first step compiles and allocates.
         if not self.is_open or step <= first or not speeds.add(plan, tokens, compute_seconds):
             return None
-        new = None
-        looks, rest = divmod(speeds.observed, FIRST_LOOK)
-        if self._corrects and rest == 0 and looks >= 2**self._corrections and looks & (looks - 1) == 0:
-            new = self._plan_again(plan, step, len(speeds.of_ranks), LEAST_GAIN, STANDARD_ERRORS)
-            self._corrections += new is not None
-        if new is None and len(speeds.excess) == DRIFT_STEPS and min(speeds.excess) > DRIFT:
-            new = self._plan_again(plan, step, DRIFT_STEPS, DRIFT, DRIFT_ERRORS)
-            speeds.excess.clear()
+        if speeds.observed % LOOK_STEPS or (self.are_equal and speeds.observed < WINDOW_STEPS):
+            return None
+        new = self._plan_again(plan, step)
         return self._begin(step, new) if new is not None else None
 
     def halve(self, step: int, ranks: Sequence[int], gradient_checkpointing: bool = False) -> ClusterPlan:
@@ -96,26 +89,24 @@ class Schedule:
         """The largest micro-batch that memory leaves to a worker, from now on, whatever the plan of a step says."""
         return self.plans[-1][1].workers[worker].max_micro_batch_size
 
-    def _plan_again(
-        self, plan: ClusterPlan, step: int, window: int, least_gain: float, errors: float
-    ) -> ClusterPlan | None:
-        """The best plan at the medians of the last `window` steps, if it is worth a change."""
-        rates = self._speeds.pairs_per_second(window)
+    def _plan_again(self, plan: ClusterPlan, step: int) -> ClusterPlan | None:
+        """The best plan at the median speeds, if it is worth a change."""
+        rates = self._speeds.pairs_per_second()
         has_curves, sizes = None not in plan.curves, self.settings.micro_batch_sizes
         if has_curves:
             each = zip(plan.ranks, plan.curves, rates, [r.predicted_compute_seconds for r in plan.ranks], strict=True)
-            known = [c.slowed(rank.share / rate / t if t else 1.0) for rank, c, rate, t in each if c]
+            curves = [c.slowed(rank.share / rate / t if t else 1.0) for rank, c, rate, t in each if c]
         else:  # a pair takes what it took, in micro-batches no larger than those that ran
             sizes = tuple(max(rank.micro_batch_sizes, default=DEFAULT_MICRO_BATCH_SIZE) for rank in plan.ranks)
-            known = [BatchCurve.from_rates({1: r, max(size, 2): r}) for r, size in zip(rates, sizes, strict=True)]
+            curves = [BatchCurve.from_rates({1: r, max(size, 2): r}) for r, size in zip(rates, sizes, strict=True)]
         # A rank that is left out stays in the world and its collectives: leaving it out saves no sync.
         hosts = [rank.host for rank in plan.ranks]
-        new = plan_cluster(hosts, plan.global_batch_size, micro_batch_sizes=sizes, curves=known)
+        new = plan_cluster(hosts, plan.global_batch_size, micro_batch_sizes=sizes, curves=curves)
         then = new.predicted_step_seconds or 0.0
-        overheads = [curve.step_overhead_seconds for curve in known]
+        overheads = [curve.step_overhead_seconds for curve in curves]
         now = max(share / rate + o for share, rate, o in zip(plan.shares, rates, overheads, strict=True) if share)
-        noise = errors * self._speeds.standard_error(window)
-        if new.micro_batch_sizes == plan.micro_batch_sizes or now <= then * (1 + max(least_gain, noise)):
+        least = max(DRIFT if self.are_equal else LEAST_GAIN, STANDARD_ERRORS * self._speeds.standard_error())
+        if new.micro_batch_sizes == plan.micro_batch_sizes or now <= then * (1 + least):
             return None
         # Short runs end before a change pays, and their steps are so short that mere noise looks like drift.
         if (now - then) * (self.steps - step - self.lead + 1) < LEAST_SECONDS:
@@ -182,8 +173,7 @@ class _Speeds:
     def forget_plan(self) -> None:
         """Steps of a plan that is no longer in force; how much they vary is remembered."""
         self.observed = 0  # steps of the plan in force
-        self.of_ranks: deque[np.ndarray] = deque(maxlen=REMEMBERED_STEPS)  # tokens/s
-        self.excess: deque[float] = deque(maxlen=DRIFT_STEPS)  # slowest over balanced, less one
+        self.of_ranks: deque[np.ndarray] = deque(maxlen=WINDOW_STEPS)  # tokens/s
         self._tokens_a_pair: deque[float] = deque(maxlen=REMEMBERED_STEPS)
 
     def add(self, plan: ClusterPlan, tokens: Sequence[float], compute_seconds: Sequence[float]) -> bool:
@@ -200,25 +190,23 @@ class _Speeds:
         self.observed += 1
         self.of_ranks.append(speeds)
         self._tokens_a_pair.append(counts.sum() / plan.global_batch_size)
-        self.excess.append((shares[worked] / speeds[worked]).max() * speeds.sum() / plan.global_batch_size - 1)
         return True
 
-    def pairs_per_second(self, window: int) -> list[float]:
+    def pairs_per_second(self) -> list[float]:
         """Medians of the last steps; of ranks without work, what they had when they last worked, else the median."""
-        speeds = list(self.of_ranks)[-window:]
-        relative = np.median([of_ranks / of_ranks.sum() for of_ranks in speeds], axis=0)
-        whole = float(np.median([of_ranks.sum() for of_ranks in speeds])) / float(np.median(self._tokens_a_pair))
+        relative = np.median([speeds / speeds.sum() for speeds in self.of_ranks], axis=0)
+        whole = np.median([speeds.sum() for speeds in self.of_ranks]) / np.median(self._tokens_a_pair)
         rates = relative / relative.sum() * whole
         self._paces |= {rank: float(rate) for rank, rate in enumerate(rates) if rate}
         usual = float(np.median(rates[rates > 0]))
         return [float(rate) or self._paces.get(rank, usual) for rank, rate in enumerate(rates)]
 
-    def standard_error(self, steps: int) -> float:
-        """Of the median over so many steps of a rank's log speed relative to the others': the noisiest rank's.
+    def standard_error(self) -> float:
+        """Of the median of a rank's log speed relative to the others': the noisiest rank's.
 
         A lasting change is one jump among many, and no noise.
         """
         count = len(self._jumps)
         seen = np.median(np.array(self._jumps), axis=0).max() / 0.954 if count else 0.0  # normally distributed
         variance = (count * seen**2 + WEIGHT_OF_USUAL * USUAL_NOISE**2) / (count + WEIGHT_OF_USUAL)
-        return float(1.25 * math.sqrt(variance / steps))
+        return float(1.25 * math.sqrt(variance / len(self.of_ranks)))

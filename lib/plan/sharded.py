@@ -28,15 +28,15 @@ MOST_DIVISIONS = 40  # of a model, until all parts fit
 
 def plan_sharded(facts: PlanFacts) -> ClusterPlan:
     """Divides a model among ranks: as plan.shares weighs them, else by speed, by memory, equally; or UserError."""
-    settings, given = facts.settings, facts.settings.plan.micro_batch_sizes
+    settings, sizes = facts.settings, facts.settings.plan.micro_batch_sizes
     weights, reason = _part_weights(facts)
     # Parts may be smaller than their weights say, for hosts with little memory.
     may_move = settings.plan.shares is None and all(host.memory_bytes for host in facts.hosts)
-    division = _fitting(facts, weights, 1 if may_move and not given else 0, may_move)
+    division = _fitting(facts, weights, int(may_move and not sizes), may_move)
     if division.weights != tuple(weights):
         reason += ", as far as memory allows"
     is_on, turned_on = bool(settings.model.gradient_checkpointing), False
-    size = given[0] if given else _largest_size(facts, division, is_on)
+    size = sizes[0] if sizes else _largest_size(facts, division, is_on)
     if size == 0:
         turned_on = settings.model.may_turn_on_checkpointing
         size = max(1, _largest_size(facts, division, is_on or turned_on))
@@ -120,8 +120,8 @@ def _parts(facts: PlanFacts, division: Division, pairs: int, checkpointing: bool
         if facts.memory is not None:
             shape = rank_shape(facts.memory.shape, division, rank)
             step = facts.memory.of_part(shape, divided + whole, max(1, pairs), host.kind, checkpointing)
-        kept = division.kv_heads[rank], columns[rank], divided / total, divided, whole, step.trained + step.gradients
-        parts.append(PartOfModel(*kept, step.activations if pairs else 0))
+        held = divided, whole, step.trained + step.gradients, step.activations if pairs else 0
+        parts.append(PartOfModel(division.kv_heads[rank], columns[rank], divided / total, *held))
     return parts
 
 
@@ -148,7 +148,7 @@ def _prediction(facts: PlanFacts, plan: ClusterPlan, division: Division) -> Pred
     """
     shape, model, parts = facts.shape, facts.settings.model, plan.parts
     label, seconds, efficiency = f"sharded, {sum_of([f'{part.share:.0%}' for part in parts])}", None, None
-    if facts.memory is not None and shape is not None and (speeds := HostSpeeds.of(facts)).are_known:
+    if facts.memory is not None and shape is not None and (speeds := HostSpeeds.of(facts)).are_measured:
         adapted = model.adapt_embeddings or any("lm_head" in key for key in model.keys or ())
         divides_head = bool(division.vocabulary) or (model.method != "full" and not adapted)
         of_head = np.array(division.vocabulary or division.weights, dtype=np.float64)
@@ -167,7 +167,7 @@ def _prediction(facts: PlanFacts, plan: ClusterPlan, division: Division) -> Pred
         latency = min((link.latency_seconds for link in links if link.backend == "nccl"), default=0.0)
         latency *= facts.backend == "nccl"
         sums = [facts.sum_seconds(size) - latency for size in messages.tolist()]
-        sums = sums if facts.link_is_known else [ASSUMED_LINK.seconds(size) for size in messages.tolist()]
+        sums = sums if facts.link_is_measured else [ASSUMED_LINK.seconds(size) for size in messages.tolist()]
         sums_per_batch = 4 * shape.blocks + bool(division.vocabulary) + divides_head
         seconds = max(computes) + sums_per_batch * sum(max(0.0, each) for each in sums)
         efficiency = plan.global_batch_size / seconds / sum(map(solo_pairs_per_second, curves))

@@ -13,7 +13,6 @@ import numpy as np
 from lib.errors import UserError
 from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve
 
-DRIFT = 0.05  # of a step, above what the measured speeds would allow, for which another plan is made
 DEFAULT_MICRO_BATCH_SIZE = 8  # where nothing is measured
 TIDY_TOLERANCE = 0.01  # of the step's time, given up for micro-batches of one size
 
@@ -114,9 +113,9 @@ class _Kinds:
     """Hosts grouped by equal curves, and how long each of K kinds takes for 0..pairs pairs."""
 
     def __init__(self, curves: Sequence[BatchCurve], sizes: Sequence[int | None], pairs: int) -> None:
-        known: dict[Hashable, int] = {}  # the first rank of each kind
+        kinds: dict[Hashable, int] = {}  # the first rank of each
         pairwise = enumerate(zip(curves, sizes, strict=True))
-        firsts = [known.setdefault((curve_identity(curve), size), rank) for rank, (curve, size) in pairwise]
+        firsts = [kinds.setdefault((curve_identity(curve), size), rank) for rank, (curve, size) in pairwise]
         ranks, self.of_rank, self.counts = np.unique(firsts, return_inverse=True, return_counts=True)
         self.pairs, self.curves, self.fixed = pairs, [curves[rank] for rank in ranks], [sizes[rank] for rank in ranks]
         tau = [taus(curve, size) for curve, size in zip(self.curves, self.fixed, strict=True)]

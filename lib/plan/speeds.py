@@ -55,7 +55,7 @@ class HostSpeeds:
         return "by the hosts' curves" if self.curves else by_rates or "as if all were equal: none is measured"
 
     @property
-    def are_known(self) -> bool:
+    def are_measured(self) -> bool:
         return bool(self.curves or self.rates)
 
     def parts(self, rank: int, pairs: float) -> tuple[float, float]:
@@ -71,7 +71,7 @@ class HostSpeeds:
     def whole_curves(self, turned_on: bool) -> list[BatchCurve]:
         """Times of the whole model on each host. turned_on: gradient checkpointing. Empty where nothing is known."""
         checkpointing = turned_on or self.facts.key.gradient_checkpointing
-        ranks = range(len(self.facts.hosts) if self.are_known else 0)
+        ranks = range(len(self.facts.hosts) if self.are_measured else 0)
         if self.curves:
             once = [self.parts(rank, 1) for rank in ranks]
             ratios = [self._whole(*parts, turned_on) / self._whole(*parts, False) for parts in once]

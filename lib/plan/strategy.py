@@ -75,8 +75,8 @@ def _plan_replicas(facts: PlanFacts) -> ClusterPlan:
         together = _divided_batch(facts, key, True)
     except TooLarge as too_large:
         key = key.model_copy(update={"gradient_checkpointing": True})
-        is_known = facts.memory is not None or None not in facts.measured_curves(key)
-        if not facts.settings.model.may_turn_on_checkpointing or not is_known:
+        has_memory = facts.memory is not None or None not in facts.measured_curves(key)
+        if not facts.settings.model.may_turn_on_checkpointing or not has_memory:
             raise
         together = _divided_batch(facts, key, True)
         warnings.append(f"gradient checkpointing is turned on: {str(too_large).partition(';')[0]} without")
@@ -98,7 +98,7 @@ def _plan_replicas(facts: PlanFacts) -> ClusterPlan:
         warnings=tuple(warnings),
         gradient_checkpointing=key != facts.key,
     )
-    merge_seconds = _merge_seconds(facts, apart) if chosen.calibrated and facts.link_is_known else None
+    merge_seconds = _merge_seconds(facts, apart) if chosen.calibrated and facts.link_is_measured else None
     merging = plan_merging(facts, merge_seconds, _independent_seconds(apart) if merge_seconds is not None else None)
     of_merges = merge_seconds / merging.steps_per_round if merge_seconds and merging.merges else 0.0
     predictions = _predictions(facts, chosen, apart, sync_seconds, of_merges)
