@@ -8,8 +8,7 @@ The batch curve is the time and peak memory of a micro-batch of 1, 2, 4, ... pai
 size is first run in a process of its own, on the step that training runs: one that runs out of memory costs a point.
 Then all sizes that fit are measured in rounds, each size once a round; what breaks the curve's shape is measured again.
 A step takes the time of its micro-batches and, once, `step_overhead_seconds` (clipping, the update). What is younger
-than --max-age-days and was made with the same versions is not measured again. Beside the files: curves.png, with every
-host that the folder knows. The last line is one JSON object.
+than --max-age-days and was made with the same versions is not measured again. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -438,21 +437,6 @@ def summary(host: HostCalibration, curve: BatchCurve, folder: Path) -> dict[str,
     }
 
 
-def draw(hosts: Sequence[HostCalibration], key: CurveKey, folder: Path) -> Path:
-    """curves.png: measured curves of `key` solid, published ones dashed, which are of an unnamed model."""
-    from lib.report import charts, run_report
-
-    curves = [(one.machine.host, curve) for one in hosts for curve in one.curves if curve.key == key]
-    published = [
-        (f"{one.machine.device_name}, published", one.curves[0])
-        for one in calibration.read_published().values()
-        if one.curves
-    ]
-    panels = [(str(key), charts.curves_figure([*curves, *published]))]
-    (folder / "curves.png").write_bytes(run_report.png(panels, width=5.5))
-    return folder / "curves.png"
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command's words.
 
@@ -486,7 +470,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @mpi_and_blas.reported
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures each rank alone, then all together; shows and draws what is known of all hosts. Returns the status."""
+    """Measures each rank alone, then all together; shows what is known of all hosts. Returns the status."""
     options = parse(arguments)
     launch = mpi_and_blas.launch_environment()
     mpi_and_blas.prepare()
@@ -527,11 +511,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for link in every[0].links:
         rate = f"{link.latency_seconds * 1e6:.0f} us + {link.bandwidth_bytes_per_second / 1e9:.2f} GB/s"
         print(f"{link.backend} {link.operation} of {', '.join(link.peers)}: {rate}")
-    picture = draw(every, key, options.folder)
-    print(
-        f"{options.folder / host}.json, {picture}" + " (all of it was fresh; --refresh measures again)" * (not probes)
-    )
-    result = {**summary(found, curves[0], options.folder), "measured": probes, "picture": str(picture)}
+    print(f"{options.folder / host}.json" + " (all of it was fresh; --refresh measures again)" * (not probes))
+    result = {**summary(found, curves[0], options.folder), "measured": probes}
     if len(every) > 1:
         result["hosts"] = [summary(*pair, options.folder) for pair in zip(every, curves, strict=True)]
     print(json.dumps(result))

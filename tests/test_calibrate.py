@@ -183,4 +183,4 @@ def test_a_calibration_of_a_tiny_model(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     stored = read_calibration(Path(json.loads(done.stdout.splitlines()[-1])["file"]))
-    assert stored.gflops and stored.curves[0].gradient_bytes and (tmp_path / "found" / "curves.png").exists()
+    assert stored.gflops and stored.curves[0].gradient_bytes

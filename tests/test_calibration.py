@@ -69,10 +69,7 @@ def with_points(points: list[dict[str, Any]]) -> str:
         ),
         (with_points([POINTS[0], {"batch_size": 2, "seconds_median": "soon"}]), ["seconds_median", "valid number"]),
         (with_points(POINTS[::-1]), ["has [2, 1]"]),
-        (
-            with_points([{**POINTS[0], "peak_memory_bytes": 5}, POINTS[1]]),
-            ["peak_memory_bytes", "some batch"],
-        ),
+        (with_points([{**POINTS[0], "peak_memory_bytes": 5}, POINTS[1]]), ["peak_memory_bytes", "some batch"]),
     ],
 )
 def test_a_wrong_file_is_one_clear_line(tmp_path: Path, text: str, parts: list[str]) -> None:

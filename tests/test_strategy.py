@@ -65,11 +65,7 @@ def merges_of(run: Path, rank: int = 0) -> list[Any]:
 @pytest.mark.long("checkpoints", "epochs", "full")
 @pytest.mark.long(ranks=3)
 def test_auto_is_independent_on_ranks_of_one_host(
-    world: World,
-    folder: Path,
-    rows: int,
-    words: list[str],
-    steps: int,
+    world: World, folder: Path, rows: int, words: list[str], steps: int
 ) -> None:
     words = [*settings(world, folder, rows=rows), *words, f"data.cache_dir={folder}/cache"]
     run = train(world, folder, words, "run")
@@ -92,9 +88,7 @@ def test_auto_is_independent_on_ranks_of_one_host(
 
 @pytest.mark.mpi(min_size=2, max_size=2)
 def test_auto_trains_in_parts_where_a_limit_is_written_down(
-    world: World,
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
+    world: World, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Real ranks: the calibration of this host says that less than the model may be used."""
     words = settings(world, folder, "train.schedule=constant", "train.steps=3", shape=HEADS)

@@ -35,7 +35,7 @@ class RankHost:
     name: str
     calibration: HostCalibration | None = None
     device_name: str | None = None  # the chip, for hosts without a calibration
-    device: Device | None = None  # what MLX computes on there
+    device: Device = "metal"  # what MLX computes on there
     gflops: float | None = None  # of matrix products, measured as the run started
     memory_bytes: int | None = None  # that the rank may use
 
@@ -43,11 +43,6 @@ class RankHost:
     def room_bytes(self) -> float:
         """What may be planned for: as much as is needed, where the memory is not known."""
         return (1 - MEMORY_HEADROOM) * (self.memory_bytes or UNKNOWN_BYTES)
-
-    @property
-    def kind(self) -> Device:
-        """What MLX computes on; where it is not known, a Mac's GPU."""
-        return self.device or "metal"
 
 
 @dataclass(frozen=True)
@@ -128,7 +123,7 @@ class PlanFacts:
         host = self.hosts[rank]
         published = {chip.machine.device_name: chip.memory_bytes_per_second for chip in self.published}
         measured = host.calibration and host.calibration.memory_bytes_per_second
-        return measured or published.get(host.device_name or "") or USUAL_MEMORY_SPEED[host.kind]
+        return measured or published.get(host.device_name or "") or USUAL_MEMORY_SPEED[host.device]
 
     def relative_speeds(self) -> list[float] | None:
         """The ranks' relative speeds, where no curves compare them; None where all are equal, or one is not known."""
@@ -156,15 +151,14 @@ class PlanFacts:
 
     def needed_bytes(self, rank: int, pairs: int, key: CurveKey) -> int | None:
         """A micro-batch by the formula, corrected by what a rank's own curve measured; None: nothing is known."""
-        device = self.hosts[rank].device
-        if self.memory is None or device is None:
+        if self.memory is None:
             return None
-        planned = self.memory.bytes(pairs, device, key.gradient_checkpointing).total
-        return round(self._correction(rank, key, device) * planned)
+        planned = self.memory.bytes(pairs, self.hosts[rank].device, key.gradient_checkpointing).total
+        return round(self._correction(rank, key) * planned)
 
-    def _correction(self, rank: int, key: CurveKey, device: Device) -> float:
+    def _correction(self, rank: int, key: CurveKey) -> float:
         """Measured over planned, of this model on this host, with or without checkpointing."""
-        calibration = self.hosts[rank].calibration
+        calibration, device = self.hosts[rank].calibration, self.hosts[rank].device
         for recomputes in (key.gradient_checkpointing, not key.gradient_checkpointing):
             measured = key.model_copy(update={"gradient_checkpointing": recomputes})
             curve = nearest_curve(calibration.curves if calibration else (), measured)
@@ -178,7 +172,7 @@ class PlanFacts:
     def default_size(self, rank: int, key: CurveKey) -> int:
         """Pairs of a rank's micro-batches where nothing was measured; raises TooLarge: one pair does not fit."""
         host = self.hosts[rank]
-        if self.memory is None or host.device is None:
+        if self.memory is None:
             return DEFAULT_MICRO_BATCH_SIZE
         for pairs in range(min(self.batch_size, self.memory.most_pairs(host.device)), 0, -1):
             if (self.needed_bytes(rank, pairs, key) or 0) <= host.room_bytes:

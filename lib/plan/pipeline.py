@@ -205,9 +205,9 @@ def cut_costs(facts: PlanFacts, speeds: HostSpeeds, pairs: int, more_in_flight: 
     of_block, of_head = np.array([speeds.parts(rank, pairs) for rank in range(ranks)]).T * mean / pairs
     is_last = np.arange(ranks) == ranks - 1
     held, ends = memory.held_bytes(ranks)
-    saved, inputs, work = np.array([memory.block_bytes(host.kind, pairs) for host in hosts]).T
+    saved, inputs, work = np.array([memory.block_bytes(host.device, pairs) for host in hosts]).T
     batch = memory.rows.batch(pairs, memory.training.shared_prompts)
-    work[-1] += head_bytes(memory.shape, memory.training, batch, hosts[-1].kind)
+    work[-1] += head_bytes(memory.shape, memory.training, batch, hosts[-1].device)
     must, flying = bool(model.gradient_checkpointing), np.array(in_flight)
     message = batch.tokens * memory.shape.hidden_size * facts.item_bytes
     fixed = ends + work
@@ -291,7 +291,7 @@ def _choose(facts: PlanFacts, speeds: HostSpeeds, blocks: tuple[int, ...] | None
         return cut_at(costs, blocks) if blocks else best_cut(costs)
 
     configured = facts.settings.plan.micro_batch_sizes
-    most = min(speeds.memory.most_pairs(host.kind) for host in facts.hosts)
+    most = min(speeds.memory.most_pairs(host.device) for host in facts.hosts)
     most = min(most, facts.batch_size, DEFAULT_MICRO_BATCH_SIZE)
     sizes = list(configured[:1]) if configured else [size for size in SIZES if size <= most]
     choices = [choice for choice in map(candidate, sizes) if choice]

@@ -26,7 +26,6 @@ DERIVED: tuple[str, ...] = (
     "efficiency",
 )  # in plan.json
 DERIVED += ("predicted_pairs_per_second", "solo_sum_pairs_per_second")
-DRAWN = {"points", "memory_limit_bytes", "key", "source", "measured_at"}  # of a curve, in plan.json
 
 
 @dataclass(frozen=True)
@@ -250,7 +249,7 @@ class ClusterPlan:
         return [self.strategy, self.shares, sizes, self.gradient_checkpointing, division, stages, self.steps_per_round]
 
     def to_dict(self) -> dict[str, object]:
-        """For plan.json and the records; of the curves what can be drawn."""
+        """For plan.json and the records, without the curves."""
         ranks = [
             asdict(replace(rank, curve=None, part=None)) | {"predicted_compute_seconds": rank.predicted_compute_seconds}
             for rank in self.ranks
@@ -267,7 +266,6 @@ class ClusterPlan:
             "merging": self.rounds.reason if self.rounds else "",
             "key": self.basis.key and self.basis.key.model_dump(mode="json"),
             "matmul_gflops": dict(self.basis.matmul_gflops),
-            "curves": [curve and curve.model_dump(mode="json", include=DRAWN) for curve in self.curves],
         }
 
     # ---- Other micro-batches for the same hosts

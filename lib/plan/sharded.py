@@ -119,7 +119,7 @@ def _parts(facts: PlanFacts, division: Division, pairs: int, checkpointing: bool
         step = StepBytes(divided + whole, 0, 0, 0)
         if facts.memory is not None:
             shape = rank_shape(facts.memory.shape, division, rank)
-            step = facts.memory.of_part(shape, divided + whole, max(1, pairs), host.kind, checkpointing)
+            step = facts.memory.of_part(shape, divided + whole, max(1, pairs), host.device, checkpointing)
         held = divided, whole, step.trained + step.gradients, step.activations if pairs else 0
         parts.append(PartOfModel(division.kv_heads[rank], columns[rank], divided / total, *held))
     return parts
@@ -129,7 +129,7 @@ def _largest_size(facts: PlanFacts, division: Division, checkpointing: bool) -> 
     """The most pairs of a micro-batch that fit every rank by the formula; 0: one pair does not."""
     most = DEFAULT_MICRO_BATCH_SIZE
     if facts.memory is not None:
-        most = min(most, *(facts.memory.most_pairs(host.kind) for host in facts.hosts))
+        most = min(most, *(facts.memory.most_pairs(host.device) for host in facts.hosts))
     for pairs in range(most, 0, -1):
         parts = _parts(facts, division, pairs, checkpointing)
         if all(part.needed_bytes <= host.room_bytes for host, part in zip(facts.hosts, parts, strict=True)):

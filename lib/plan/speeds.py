@@ -89,7 +89,7 @@ class HostSpeeds:
         return (blocks + head) * (1 + BACKWARD[self.facts.settings.model.method]) + checkpointing * blocks
 
     def _by_formula(self, rank: int, pairs: float) -> tuple[float, float]:
-        shape, device = self.memory.shape, self.facts.hosts[rank].device or "metal"
+        shape, device = self.memory.shape, self.facts.hosts[rank].device
         whole = int(np.ceil(pairs))
         tokens, scored = (count / whole * pairs for count in self.facts.tokens(whole))
         sparse = shape.expert_blocks / shape.blocks

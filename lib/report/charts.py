@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lib.plan.calibration import BatchCurve
 from lib.report import tables
 from lib.report.history import STEP_COLUMNS, RankHost, RunFigures, RunHistory
 from lib.system.records import Record
@@ -90,21 +89,6 @@ def speed(run: RunHistory, now: RunFigures) -> Panel:
             traces.append(line([steps[0], steps[-1]], [goal, goal], f"{label_of(who)}, plan", dotted))
     value = f"{now.summary['pairs_per_second']:.3g} {unit} together"
     return Panel("Speed by rank", figure(traces, "step", unit, rangemode="tozero"), value)
-
-
-def curves_figure(curves: Sequence[tuple[str, BatchCurve]]) -> Plotly:
-    """Pairs a second by the size of a micro-batch, by name; a published curve, without a model's key, is dashed."""
-    traces = []
-    for index, (label, curve) in enumerate(curves):
-        sizes, rates = zip(*((point.batch_size, point.pairs_per_second) for point in curve.points), strict=True)
-        shown = {**style(index), "dash": "solid" if curve.key else "dash"}
-        traces.append(
-            line(sizes, rates, label, shown, mode="lines+markers", marker={"symbol": "circle-open", "size": 7})
-        )
-    drawn = figure(traces, "pairs a micro-batch", "pairs/s", rangemode="tozero")
-    drawn["layout"] |= {"showlegend": True, "hovermode": "closest"}
-    drawn["layout"]["xaxis"] |= {"type": "log", "dtick": math.log10(2), "tickformat": "~r"}
-    return drawn
 
 
 def round_panels(run: RunHistory) -> list[Panel]:

@@ -53,7 +53,7 @@ def write(folder: Path) -> list[Path]:
 
 def draw(axis: Any, title: str, figure: Plotly) -> None:
     """The lines and points of a figure, as a panel."""
-    x_axis, y_axis = figure["layout"]["xaxis"], figure["layout"]["yaxis"]
+    y_axis = figure["layout"]["yaxis"]
     for trace in figure["data"]:
         look, symbols = trace["line"], trace.get("marker", {}).get("symbol", "circle")
         values = [float("nan") if value is None else value for value in trace["y"]]
@@ -71,11 +71,8 @@ def draw(axis: Any, title: str, figure: Plotly) -> None:
         undone = [i for i, symbol in enumerate(symbols if isinstance(symbols, list) else []) if symbol == "x"]
         axis.plot([trace["x"][i] for i in undone], [values[i] for i in undone], "x", markersize=10)
     axis.set_title(title, fontsize=10)
-    axis.set_xlabel(x_axis["title"]["text"], fontsize=9)
+    axis.set_xlabel(figure["layout"]["xaxis"]["title"]["text"], fontsize=9)
     axis.set_ylabel(y_axis["title"]["text"], fontsize=9)
-    if x_axis.get("type") == "log":
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter("{x:g}")
     if y_axis.get("tickformat") == ".1%":
         axis.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=1))
     axis.tick_params(labelsize=8)
