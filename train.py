@@ -56,8 +56,8 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
     from lib.evaluate.evaluator import Evaluator
     from lib.report import console, run_report
     from lib.rollouts import rounds
-    from lib.training import inputs, reference_model, run_facts
-    from lib.training.run import TrainingLoop
+    from lib.training import inputs, run_facts
+    from lib.training.loop import TrainingLoop
 
     tried = run_facts.trial_step_seconds(config, world, train) if measure else None
     launched, say = time.perf_counter(), console.RunConsole(world.rank, tried)
@@ -69,9 +69,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
         run.counted_until = launched
 
         # Reference: the policy before training, or another model.
-        facts = config, run.model, run.inputs, run.world, run.plan.shares, run.layout
-        references = reference_model.of_run(*facts, say.counting)
-        run.asked_reference = references.asked
+        references = run.compute_references(say.counting)
 
         # Resume: weights, optimizer, position and counters of the last good checkpoint.
         if resume:

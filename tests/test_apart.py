@@ -132,9 +132,6 @@ def test_ranks_leave_a_round_with_the_same_weights(
     fractions = {"none": (1, 1), "bf16": (0.5, 0.5), "int8": (0.25, 0.36), "topk": (0.4, 0.5)}
     low, high = (size * (world.size - 1) * fraction for fraction in fractions[compression])
     assert low * 0.99 <= record["bytes_sent"] <= high * 1.01 + 64
-    assert (record["compression_error"] is None) == (compression == "none")
-    if compression != "none":
-        assert 0 < record["compression_error"] < {"bf16": 0.01, "int8": 0.05, "topk": 0.95}[compression]
     world.gather_text("checked")
 
 

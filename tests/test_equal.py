@@ -178,7 +178,7 @@ def test_ranks_leave_together_when_one_cannot_write_or_nothing_is_finite(world: 
     def full(*paths: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(UserError, match="bytes are free there"):
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(UserError, match="No space left"):
         patched.setattr(checkpoint, "_put_in_place", full)  # which rank 0 alone does
         train(world, folder, [*common, "train.steps=1"], "full")
     diverging = ["model.method=full", "train.learning_rate=1e38", "train.max_skipped_steps=2", "train.steps=9"]

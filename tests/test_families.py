@@ -128,7 +128,7 @@ def test_a_family_equals_itself_shared_and_in_stages(tmp_path: Path, family: str
         assert error(dict(zip(trained, [*of_first, *of_last], strict=True)), wanted) < limit
 
     checkpoint_blocks(model)
-    record = step(0, 1, [micro])
+    record = step(0, TRAIN.learning_rate, [micro])
     assert record.means["loss"] == pytest.approx(loss.item() / 3, rel=1e-3) and not record.skipped
     after = {name: before[name] - array for name, array in adapter_files.trainable(model).items()}
     assert error(after, {name: TRAIN.learning_rate / 3 * array for name, array in wanted.items()}) < 100 * limit
@@ -248,7 +248,7 @@ def test_packed_experts_and_the_router_stay_as_they_are(tmp_path: Path) -> None:
     frozen = {n: mx.array(a) for n, a in tree_flatten(model.parameters()) if "lora" not in n}
     trained = {n: mx.array(a) for n, a in adapter_files.trainable(model).items()}
     assert token_stream.cannot_share_prompts(model.train()) is None
-    Step(model, optim.SGD(1.0), TRAIN, World())(0, 9, [(collate(pairs(), 4, True), np.zeros((3, 2), np.float32))])
+    Step(model, optim.SGD(1.0), TRAIN, World())(0, 1.0, [(collate(pairs(), 4, True), np.zeros((3, 2), np.float32))])
     after = dict(tree_flatten(model.parameters()))
     packed = [n for n in frozen if ".experts." in n and n.endswith("_proj.linear.weight")]
     assert packed and all(after[n].dtype == mx.uint32 for n in packed)

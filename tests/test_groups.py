@@ -21,7 +21,8 @@ from lib.errors import UserError
 from lib.model import logps as logps_module
 from lib.model.logps import completion_token_logps
 from lib.model.token_stream import arrays_of
-from lib.training.losses import SUMS, Groups, advantages, group_loss, means_of
+from lib.training.group_losses import Groups, advantages, group_loss
+from lib.training.losses import SUMS, means_of
 from lib.training.step import StepRecord
 from tests import float64, rounding, tiny
 from tests.test_step import HEADS, KV_HEADS, build, gradients_of, merged, parts_of

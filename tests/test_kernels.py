@@ -59,7 +59,7 @@ def test_the_parts_of_a_step_have_every_kernel_of_the_whole(
 
     with evaluated() as of_parts:
         for part in kernels.PARTS:
-            kernels.compile_part(part, settings, rows)
+            kernels.compile_part(part, settings.model, settings.train, settings.data, rows)
 
     monkeypatch.setattr(kernels, "BLOCKS", 4)  # their number does not count
     model = kernels.small_model(settings.model, 0)
@@ -102,7 +102,7 @@ def compiled_once(
     settings, told = load.load(None, [f"model.path={model}", f"data.train={data}", *words]), list[str]()
     known = None if rows is None else load_dataset(str(data), settings.data, "preference", None)  # else they stream
     world = dataclasses.replace(World(), rank=rank, size=len(hosts))
-    with kernels.compiled(settings, known, world, hosts, told.append):
+    with kernels.compiled(settings.model, settings.train, settings.data, known, world, hosts, told.append):
         meanwhile()
     return told
 
@@ -126,8 +126,8 @@ def test_kernels_are_compiled_once_for_a_kind_of_model_and_loss(
     play(monkeypatch, tmp_path, 'sleep 0.3; cd "$MLX_PTX_CACHE_DIR"; pwd > $3.txt; cat > $3.ptx')
     (told,) = compiled_once(tmp_path)
     assert "compiling CUDA kernels" in told
-    config, rows = pickle.loads((on_cuda / "update.ptx").read_bytes())
-    assert config.train.loss == "sigmoid" and len(rows) == 2
+    _, train, _, rows = pickle.loads((on_cuda / "update.ptx").read_bytes())
+    assert train.loss == "sigmoid" and len(rows) == 2
     assert (on_cuda / "update.txt").read_text().strip() != str(on_cuda), "where it cannot be found by halves"
     assert len(list(on_cuda.iterdir())) == 3  # and what says that it is done
     assert compiled_once(tmp_path) == [] and len(compiled_once(tmp_path, ["train.loss=ipo"], rows=1)) == 1

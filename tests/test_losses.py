@@ -17,7 +17,6 @@ from lib.training.losses import (
     objective,
     preference_losses,
     preference_metrics,
-    sft_loss,
 )
 from tests.rounding import roundoff
 from tests.tiny import ROOT
@@ -306,12 +305,7 @@ def test_metrics_are_sums_that_ranks_can_add() -> None:
 
 def test_sft_sums_over_tokens_not_rows() -> None:
     """Two micro-batches of unequal token counts add up to the whole, and a mean of their means would not."""
-    logps, tokens = [-3.0, -100.0, -7.5], [2, 50, 5]
-    total, count = sft_loss(mx.array(logps), mx.array(tokens))
-    a, b = (
-        sft_loss(mx.array(logps[:1]), mx.array(tokens[:1])),
-        sft_loss(mx.array(logps[1:]), mx.array(tokens[1:])),
-    )
-    assert (total.item(), count.item()) == (110.5, 57.0)
-    assert (a[0] + b[0]).item() == 110.5 and (a[1] + b[1]).item() == 57.0
-    assert count.dtype == mx.float32
+    logps, tokens, train = mx.array([[-3.0], [-100.0], [-7.5]]), mx.array([[2], [50], [5]]), TrainSettings(loss="sft")
+    whole, a, b = (objective(train, logps[rows], tokens[rows], None)[1] for rows in (slice(3), slice(1), slice(1, 3)))
+    for name, total in (("loss", 110.5), ("count", 57.0)):
+        assert whole[name].item() == total == (a[name] + b[name]).item() and whole[name].dtype == mx.float32

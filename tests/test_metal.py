@@ -13,7 +13,7 @@ import pytest
 
 import train
 from lib.system import hardware, metal, mpi_and_blas
-from lib.training import divided_world, run  # noqa: F401  imported before this machine is taken for a Mac
+from lib.training import divided_world, loop  # noqa: F401  imported before this machine is taken for a Mac
 from tests import macs, tiny
 from tests.tiny import ROOT
 

@@ -19,8 +19,8 @@ from lib.plan.plan import ClusterPlan, plan_cluster
 from lib.plan.replan import Schedule
 from lib.system import out_of_memory
 from lib.system.out_of_memory import OutOfMemory
+from lib.training.loop import MicroBatchLimit
 from lib.training.optimizers import make_optimizer
-from lib.training.run import MicroBatchLimit
 from lib.training.step import Step
 from tests import tiny
 from tests.ranks import settings, train
@@ -232,7 +232,7 @@ def test_weights_that_stood_in_for_others_are_back_where_a_step_failed(tmp_path:
         yield
 
     with pytest.raises(OutOfMemory) as caught:
-        step(0, 10, batches())
+        step(0, 1e-4, batches())
     assert caught.value.ranks == (0,)
     assert all(now is array for now, array in zip(step.trained.read(), before, strict=True))
 

@@ -18,7 +18,6 @@ from mlx.utils import tree_flatten, tree_unflatten
 from lib.config.settings import Config, SyncSettings, TrainSettings
 from lib.data.batch import Batch, collate
 from lib.data.dataset import Example
-from lib.distributed.compression import BLOCK
 from lib.distributed.links import Links
 from lib.distributed.world import World
 from lib.evaluate import command, score_file
@@ -26,9 +25,9 @@ from lib.model import checkpointing, pipeline_stage, token_stream
 from lib.model.layout import layout_of
 from lib.system.out_of_memory import Limit
 from lib.system.terminal import Terminal
-from lib.training import losses, pipelined_step
+from lib.training import pipelined_step
 from lib.training.divided_world import InStages, PipelinedWorld, pipelined
-from lib.training.step import MicroBatch, Step
+from lib.training.step import MicroBatch, Step, noisy
 from tests import rounding, tiny
 from tests.ranks import settings as words_of
 from tests.ranks import train
@@ -81,7 +80,7 @@ def sums_and_gradients(
         in_flight = [layout_of(model).stage.size - rank for rank in range(layout_of(model).stage.size)]
         pace = pipelined_step.StagePace(in_flight, recomputes, Limit())
         step = pipelined_step.PipelinedStep(model, optim.SGD(1.0), train, world, SyncSettings(), pace)
-    gradients, sums = step.forward_backward("a test's step", losses.noisy(made, None, 7, 0), [], None)
+    gradients, sums = step.forward_backward("a test's step", noisy(made, None, 7, 0), [], None)
     mx.eval(gradients, sums)
     return sums, dict(tree_flatten(gradients or {}))
 
@@ -174,15 +173,16 @@ def test_stages_of_a_quantised_model(world: World, folder: Path, family: str) ->
 
 
 @two
-@pytest.mark.parametrize(("kind", "most"), [("bf16", 2.0**-9), ("int8", BLOCK**0.5 / 254)])
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
 @pytest.mark.long
-def test_compressed_activations_say_what_was_left_out(world: World, folder: Path, kind: str, most: float) -> None:
-    """bf16 rounds to 8 bits; int8 to the 254th part of a block's largest value, which is at most the block's norm."""
+def test_compressed_activations_are_fewer_bytes_and_train_nearly_the_same(
+    world: World, folder: Path, kind: str
+) -> None:
     common = [*words_of(world, folder, shape=MODEL), "strategy=pipelined", "train.steps=2", "data.valid=null"]
     exact = train(world, folder, common, "exact")
     run = train(world, folder, [*common, f"sync.compression={kind}"], kind)
     for before, after in zip(steps_of(exact, world.rank), steps_of(run, world.rank), strict=True):
-        assert "sent_error" not in before and 0 < after["sent_error"] <= most
+        assert 0 < abs(after["grad_norm"] / before["grad_norm"] - 1) < 0.1
         assert after["bytes_sent"] < before["bytes_sent"] and not after["skipped"]
     world.gather_text("checked")
 

@@ -127,7 +127,7 @@ def gradients_of(
     spy = Spy(learning_rate=0.0)
     step = Step(model, spy, settings.train, World())
     step.rewards = rewards or step.rewards
-    result = step(0, 10, batches)
+    result = step(0, 1e-4, batches)
     return result, {name: np.array(g, np.float64) for name, g in tree_flatten(spy.state["seen"])}
 
 
@@ -300,13 +300,13 @@ def test_a_non_finite_batch_leaves_weights_and_optimizer_alone(tmp_path: Path) -
         adapter_files.digest(dict(tree_flatten(optimizer.state))),
     )
     step = Step(model, optimizer, settings.train, World())
-    result = step(0, 10, [(collate(examples(), 8, True), np.full((3, 2), np.nan, np.float32))])
+    result = step(0, 1e-4, [(collate(examples(), 8, True), np.full((3, 2), np.nan, np.float32))])
     assert result.skipped
     assert (
         adapter_files.digest(adapter_files.trainable(model)) == before
         and adapter_files.digest(dict(tree_flatten(optimizer.state))) == state
     )
-    assert not step(0, 10, [(collate(examples(), 8, True), reference_logps(3))]).skipped
+    assert not step(0, 1e-4, [(collate(examples(), 8, True), reference_logps(3))]).skipped
     assert adapter_files.digest(adapter_files.trainable(model)) != before
 
 
@@ -338,7 +338,7 @@ def test_every_named_optimizer_takes_a_step(tmp_path: Path, name: str) -> None:
     model, settings = build(tmp_path, f"train.optimizer={name}")
     before = adapter_files.digest(adapter_files.trainable(model))
     result = Step(model, make_optimizer(settings.train), settings.train, World())(
-        0, 10, [(collate(examples(), 8, True), reference_logps(3))]
+        0, 1e-4, [(collate(examples(), 8, True), reference_logps(3))]
     )
     assert not result.skipped and adapter_files.digest(adapter_files.trainable(model)) != before
 

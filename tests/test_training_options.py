@@ -23,8 +23,9 @@ from lib.model import load as models
 from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of
 from lib.training import optimizers, reference_model
-from lib.training.losses import noisy
+from lib.training.adamw_8bit import Codes
 from lib.training.optimizers import make_optimizer
+from lib.training.step import noisy
 from tests import rounding, tiny
 from tests.test_step import build, examples, means_of, reference_logps, results_of, step_gradients
 
@@ -220,7 +221,7 @@ def test_a_step_with_noise_is_the_same_in_any_micro_batches_and_no_evaluation_ha
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_are_the_nearest_of_dynamic_tree_quantisation(signed: bool) -> None:
-    codes = optimizers.Codes(signed)
+    codes = Codes(signed)
     numbers = np.array(codes.numbers)
     assert len(np.unique(numbers)) == 256 and numbers.max() == 1 and (numbers < 0).any() == signed
     rng = np.random.default_rng(0)

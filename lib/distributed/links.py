@@ -35,7 +35,7 @@ nanoseconds[0] = now;
 @dataclass
 class Links:
     """What ranks send to each other, in order; each direction has a stream of its own, so that none waits for another.
-    Shapes and types are known to the receiver. `finish` comes before any collective: it would use the same
+    The receiver has their shapes and types. `finish` comes before any collective: it would use the same
     connection."""
 
     ranks: World
@@ -155,9 +155,8 @@ class PairLinks(Links):
 
     def begin(self, *arrays: mx.array) -> None:
         for array in arrays:
-            known = self.expected.pop(id(array), None)
-            if known is not None:
-                self._pass(known[1])
+            if (expected := self.expected.pop(id(array), None)) is not None:
+                self._pass(expected[1])
 
     def wait(self, *arrays: mx.array, rank: int, what: str) -> None:
         self.begin(*arrays)

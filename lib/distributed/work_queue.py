@@ -13,8 +13,8 @@ import os
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ WAIT_SECONDS = 1.0  # that rank 0 holds a request back while there is nothing to
 CONNECT_SECONDS, CONNECT_TRIES = 1.0, 4  # for each of rank 0's addresses
 
 Lines = list[str]  # of the output, without their line feeds
+Answer = dict[str, Any]  # to a request: item, is_waiting, is_wanted or fault
 
 
 class Journal:
@@ -42,21 +43,21 @@ class Journal:
         if not self.path.exists():
             files.require_absent(out)
         out.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch()
-        self._file = self.path.open("r+b", buffering=0)  # nothing of a write that failed is left in a buffer
-        end = len(header)
+        self._file = self.path.open("a+b", buffering=0)  # nothing of a write that failed is left in a buffer
         with self.path.open("rb") as file:
-            first = file.readline(end)
+            first, end = file.readline(len(header)), len(header)
             if not header.startswith(first):
                 raise UserError(f"{self.path} is of another model, data or settings; remove it, or take another output")
             if first != header:
-                self._write_at(0, header)
-            while first == header and (line := file.readline()).endswith(b"\n"):
-                try:
-                    self.offsets[json.loads(line)["item"]] = end
-                except (ValueError, KeyError, IndexError, TypeError) as error:
-                    raise UserError(f"{self.path}: broken at byte {end} ({error!r}); remove it") from None
-                end += len(line)
+                self._file.truncate(0)
+                self._append(header)
+            for line in file if first == header else ():
+                if line.endswith(b"\n"):
+                    try:
+                        self.offsets[json.loads(line)["item"]] = end
+                    except (ValueError, KeyError, IndexError, TypeError) as error:
+                        raise UserError(f"{self.path}: broken at byte {end} ({error!r}); remove it") from None
+                    end += len(line)
         self._file.truncate(end)
         if out.exists() and self.missing:
             raise UserError(f"{out} is there already, and an unfinished {self.path.name}; remove one of them")
@@ -67,11 +68,9 @@ class Journal:
         return [item for item, offset in enumerate(self.offsets) if offset < 0]
 
     def add(self, item: int, lines: Lines) -> None:
-        """Keeps an item's lines, the first time. Raises OSError: the disk is full."""
+        """Stores an item's lines, the first time. Raises OSError: the disk is full."""
         if self.offsets[item] < 0:
-            end = self._file.seek(0, os.SEEK_END)
-            self._write_at(end, json.dumps({"item": item, "lines": lines}).encode() + b"\n")
-            self.offsets[item] = end
+            self.offsets[item] = self._append(json.dumps({"item": item, "lines": lines}).encode() + b"\n")
 
     def lines(self) -> Iterator[str]:
         """The lines of all items, in the items' order."""
@@ -90,14 +89,16 @@ class Journal:
     def close(self) -> None:
         self._file.close()
 
-    def _write_at(self, end: int, text: bytes) -> None:
-        self._file.seek(end)
+    def _append(self, text: bytes) -> int:
+        """Returns where the text begins."""
+        begin = self._file.seek(0, os.SEEK_END)
         try:
             while text:  # a disk that is nearly full takes a part
                 text = text[self._file.write(text) :]
         except OSError:
-            self._file.truncate(end)  # a half line would spoil the next one
+            self._file.truncate(begin)  # a half line would spoil the next one
             raise
+        return begin
 
 
 class WorkQueue:
@@ -106,7 +107,7 @@ class WorkQueue:
     def take(self) -> int | None:
         """The next item; None when all are finished. Waits while other ranks do the last ones; UserError where a rank
         failed, or rank 0 left."""
-        while "is_waiting" in (answer := self._ask({"kind": "take"})):
+        while "is_waiting" in (answer := self._request(kind="take")):
             pass
         if "fault" in answer:
             raise UserError(answer["fault"])
@@ -115,21 +116,21 @@ class WorkQueue:
 
     def finish(self, item: int, lines: Lines) -> None:
         """Hands in an item's lines; the first result of an item counts."""
-        self._ask({"kind": "finish", "item": item, "lines": lines})
+        self._request(kind="finish", item=item, lines=lines)
 
     def is_wanted(self, item: int) -> bool:
         """Whether no rank has finished an item yet."""
-        return bool(self._ask({"kind": "wanted", "item": item})["is_wanted"])
+        return bool(self._request(kind="wanted", item=item)["is_wanted"])
 
     def fail(self, reason: str) -> None:
         """Ends the work of all ranks: their next `take` raises a UserError with this reason."""
-        self._ask({"kind": "fail", "reason": reason})
+        self._request(kind="fail", reason=reason)
 
     def close(self, timeout_seconds: float) -> None:
         """Leaves the queue; rank 0 waits so long for the others to leave."""
         raise NotImplementedError
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, **request: Any) -> Answer:
         raise NotImplementedError
 
 
@@ -141,8 +142,8 @@ class ServedQueue(WorkQueue):
         self.journal = journal
         self.report: Callable[[int, dict[int, int]], None] = lambda done, by_rank: None
         self.fresh: deque[int] = deque(journal.missing)
-        self.begun: dict[int, list[int]] = {}  # item ➜ ranks that work at it
-        self.finished_by: dict[int, int] = {}
+        self.begun: dict[int, set[int]] = {}  # item ➜ ranks that work at it
+        self.finished_by: Counter[int] = Counter()
         self.fault = ""
         self.listener: Listener | None = None
         self._peers = 0
@@ -160,8 +161,8 @@ class ServedQueue(WorkQueue):
             self.listener.close()
         self.journal.close()
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        return self._answer(0, request)
+    def _request(self, **request: Any) -> Answer:
+        return self._answer(0, **request)
 
     def _serve(self, channel: Channel) -> None:
         rank = int((channel.receive() or {})["rank"])
@@ -171,48 +172,46 @@ class ServedQueue(WorkQueue):
             with contextlib.suppress(EOFError, ConnectionError):
                 channel.send({})
                 while (request := channel.receive()) is not None:
-                    channel.send(self._answer(rank, request))
+                    channel.send(self._answer(rank, **request))
         finally:
             with self._changed:  # what only this rank worked at is done again, before all else
                 self._peers -= 1
-                for item in [item for item, ranks in self.begun.items() if rank in ranks]:
-                    self.begun[item].remove(rank)
-                    if not self.begun[item]:
-                        del self.begun[item]
-                        self.fresh.appendleft(item)
+                for item in [item for item, ranks in self.begun.items() if ranks == {rank}]:
+                    del self.begun[item]
+                    self.fresh.appendleft(item)
+                for ranks in self.begun.values():
+                    ranks.discard(rank)
                 self._changed.notify_all()
 
-    def _answer(self, rank: int, request: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, rank: int, kind: str, item: int = 0, lines: Sequence[str] = (), reason: str = "") -> Answer:
         with self._changed:
-            if request["kind"] == "take":
+            if kind == "take":
                 return self._take(rank, time.monotonic() + WAIT_SECONDS)
-            is_wanted = request["kind"] != "fail" and self.journal.offsets[request["item"]] < 0
-            if request["kind"] == "finish" and is_wanted:
-                item = request["item"]
+            if kind == "fail":
+                self.fault = self.fault or reason
+            is_wanted = self.journal.offsets[item] < 0
+            if kind == "finish" and is_wanted:
                 try:
-                    self.journal.add(item, request["lines"])
+                    self.journal.add(item, list(lines))
                 except OSError as error:
                     self.fault = f"{self.journal.path}: {error.strerror}; free some space, and start again"
                 self.begun.pop(item, None)
                 if item in self.fresh:
                     self.fresh.remove(item)
-                self.finished_by[rank] = self.finished_by.get(rank, 0) + 1
+                self.finished_by[rank] += 1
                 self.report(len(self.journal.offsets) - len(self.journal.missing), dict(self.finished_by))
-            elif request["kind"] == "fail":
-                self.fault = self.fault or request["reason"]
             self._changed.notify_all()
             return {"is_wanted": is_wanted}
 
-    def _take(self, rank: int, deadline: float) -> dict[str, Any]:
+    def _take(self, rank: int, deadline: float) -> Answer:
         """An item for a rank, None where none is left, or that it has to ask again."""
         while not self.fault:
             again = (item for item, ranks in self.begun.items() if len(ranks) < 2 and rank not in ranks)
             item = self.fresh.popleft() if self.fresh else next(again, None)
             if item is not None:
-                self.begun.setdefault(item, []).append(rank)
+                self.begun.setdefault(item, set()).add(rank)
+            if item is not None or not self.begun:
                 return {"item": item}
-            if not self.begun:
-                return {"item": None}
             if not self._changed.wait(deadline - time.monotonic()):
                 return {"is_waiting": True}
         return {"fault": self.fault}
@@ -227,23 +226,21 @@ class RemoteQueue(WorkQueue):
         for address in addresses * CONNECT_TRIES:
             with contextlib.suppress(ConnectionError):
                 self._channel = connect(address, port, key, CONNECT_SECONDS)
-                self._ask({"rank": rank})
+                self._request(rank=rank)
                 return
-        raise UserError(
-            f"rank {rank} on {socket.gethostname()} reaches rank 0 at none of {', '.join(addresses)}, port {port}; "
-            "open the firewall between them"
-        )
+        where = f"at none of {', '.join(addresses)}, port {port}; open the firewall between them"
+        raise UserError(f"rank {rank} on {socket.gethostname()} reaches rank 0 {where}")
 
     def close(self, timeout_seconds: float) -> None:
         self._channel.close()
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, **request: Any) -> Answer:
         with self._lock, contextlib.suppress(EOFError, ConnectionError):
             self._channel.send(request)
             answer = self._channel.receive(self.timeout_seconds)
             if answer is not None:
                 return answer
-        raise UserError("rank 0, which has the work queue, left; start again: finished work is kept")
+        raise UserError("rank 0, which has the work queue, left; start again: finished work stays")
 
 
 def open_queue(world: World, out: Path, key: str, count: int) -> WorkQueue:
@@ -256,10 +253,9 @@ def open_queue(world: World, out: Path, key: str, count: int) -> WorkQueue:
             served = ServedQueue(Journal(out, key, count))
             if world.size > 1:
                 hosts, port = own_addresses()[::-1], served.listen("", secret)
-    offered = "" if run_key() else secret.decode()
-    hosts, port, offered = json.loads(world.broadcast_text(json.dumps([hosts, port, offered])))
+    hosts, port, sent = world.broadcast_value([hosts, port, "" if run_key() else secret.decode()])
     with world.agreeing("reaching the work queue"):
-        return served or RemoteQueue(hosts, port, run_key() or offered.encode(), world.rank, world.timeout_seconds)
+        return served or RemoteQueue(hosts, port, run_key() or sent.encode(), world.rank, world.timeout_seconds)
 
 
 def work(queue: WorkQueue, do: Callable[[int], Lines | None]) -> None:

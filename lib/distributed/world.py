@@ -72,15 +72,15 @@ class World:
             return [arrays]
         gathered: list[list[mx.array]] = [[] for _ in range(self.size)]
         for bucket in buckets([array.nbytes for array in arrays]):
-            mine = [arrays[i] for i in bucket]
-            flat = packed(mine)
+            own = [arrays[i] for i in bucket]
+            flat = packed(own)
             mx.eval(flat)
             self.traffic.bytes_sent += flat.nbytes * (self.size - 1)
             with self.deadline(what):
                 together = self.gather_lazily(flat)
                 mx.eval(together)
             for rank, theirs in enumerate(together.reshape(self.size, -1)):
-                gathered[rank] += unpacked(theirs, mine)
+                gathered[rank] += unpacked(theirs, own)
         return gathered
 
     def sum_arrays(self, arrays: list[mx.array], what: str, dtype: mx.Dtype = mx.float32) -> list[mx.array]:
@@ -102,11 +102,11 @@ class World:
         # By name: a tree that was read from a file may hold the same arrays in another order.
         leaves = sorted(tree_flatten(tree), key=lambda leaf: leaf[0])
         for bucket in buckets([array.nbytes for _, array in leaves]):
-            mine = [leaves[i][1] for i in bucket]
+            own = [leaves[i][1] for i in bucket]
             # Bits, because a sum would lose NaN and -0.0; as int32, because not every backend sums uint8.
-            bits = mx.view(packed(mine), mx.int32)
+            bits = mx.view(packed(own), mx.int32)
             bits = self.all_sum(bits if self.rank == 0 else mx.zeros_like(bits), "rank 0's arrays")
-            for i, array in zip(bucket, unpacked(mx.view(bits, mx.uint8), mine), strict=True):
+            for i, array in zip(bucket, unpacked(mx.view(bits, mx.uint8), own), strict=True):
                 leaves[i] = (leaves[i][0], array)
         return tree_unflatten(leaves)
 
@@ -224,14 +224,14 @@ class World:
     @contextlib.contextmanager
     def agreeing(self, what: str) -> Iterator[None]:
         """Ends the block in the same way on all ranks: if one met a user's error, or cannot write, all raise it."""
-        mine = ""
+        own = ""
         try:
             yield
         except UserError as error:
-            mine = str(error) or type(error).__name__  # empty would be no error
+            own = str(error) or type(error).__name__  # empty would be no error
         except OSError as error:
-            mine = shown(f"{what}: {error.filename or 'a file'}: {error.strerror or error}; fix that and start again")
-        errors = self.gather_text(mine, f"the outcome of {what}")
+            own = shown(f"{what}: {error.filename or 'a file'}: {error.strerror or error}; fix that and start again")
+        errors = self.gather_text(own, f"the outcome of {what}")
         distinct = list(dict.fromkeys(error for error in errors if error))
         if self.size > 1 and (len(distinct) > 1 or not all(errors)):
             distinct = [f"rank {errors.index(error)}: {error}" for error in distinct]
@@ -325,12 +325,12 @@ class World:
                 mx.eval(array)
                 yield name, array
 
-    def described_by(self, last: int, own: Described) -> Described:
+    def described_by(self, last: int, described: Described) -> Described:
         """What the ranks from 0 to `last` describe, together."""
-        mine = [(name, shape, str(dtype).rpartition(".")[2]) for name, (shape, dtype) in own.items()]
-        texts = self.gather_text(json.dumps(mine if self.rank <= last else []), "every rank's arrays")
-        every = [described for text in texts for described in json.loads(text)]
-        return {name: (tuple(shape), getattr(mx, dtype)) for name, shape, dtype in sorted(every)}
+        own = [(name, shape, str(dtype).rpartition(".")[2]) for name, (shape, dtype) in described.items()]
+        every = self.gather_values(own if self.rank <= last else [], "every rank's arrays")
+        arrays = sorted(array for of_rank in every for array in of_rank)
+        return {name: (tuple(shape), getattr(mx, dtype)) for name, shape, dtype in arrays}
 
     def align(self, tree: Any) -> Any:
         """The tree with rank 0's arrays where ranks hold the same, which on unlike machines drifts by roundings."""

@@ -42,9 +42,9 @@ from lib.rollouts.pairs import (
 )
 from lib.system import files
 from lib.training.checkpoint import own_part_at, restore_learned
-from lib.training.local_sgd import LocalSGD
+from lib.training.loop import Batches, TrainingLoop
 from lib.training.losses import Metrics
-from lib.training.run import Batches, TrainingLoop, TrainingRun
+from lib.training.run import TrainingRun
 
 ROUND = "round.json"
 
@@ -147,8 +147,8 @@ class Rounds:
         else:
             run.say.warning(f"round {number}: {why_nothing(groups, self.settings)}; nothing is trained", first_step)
             run.progress.step = run.steps
-            if run.reference is not None:  # its turn is the round's, whatever was learnt
-                run.reference.follow(run.progress.step)
+            if run.moving_reference:  # its turn is the round's, whatever was learnt
+                run.moving_reference.follow(run.progress.step)
             self.loop.latest = dict(self._last_valid().held_out)
             run.save()
         self._judge(replace(figures, held_out=self.loop.latest))
@@ -191,7 +191,7 @@ class Rounds:
         if run.local_sgd is not None:
             merger = run.local_sgd.merger
             state = run.resumed or {"momentum": merger.momentum, "feedback": merger.feedback}
-            run.local_sgd = LocalSGD(run.config, run.world, run.plan, run.model, data.lengths, run.steps, first_step)
+            run.local_sgd = run.rounds_of(data.lengths, first_step)
             run.local_sgd.resume(run.progress, state)
             run.resumed = {}
         self.loop.batches = Batches(run, None)
@@ -222,8 +222,8 @@ class Rounds:
         run, valid = self.run, self._last_valid()
         path = run.folder / "checkpoints" / f"step-{valid.round * self.steps:08d}"
         restore_learned(path, run.model, run.optimizer, run.world)
-        if run.reference is not None:
-            run.reference.follow(run.progress.step)
+        if run.moving_reference:
+            run.moving_reference.follow(run.progress.step)
         run.feedback.clear()
         if run.local_sgd is not None:  # what the round did to the merges that follow goes with it
             state, merger, run.resumed = own_part_at(path, run.world), run.local_sgd.merger, {}

@@ -97,6 +97,11 @@ class Progress:
         self.rate = [self.step, min(position, length - 1), length, steps]
         return True
 
+    def count(self, pairs: int, tokens: int, seconds: float, bytes_sent: int = 0) -> None:
+        """Adds what was trained."""
+        self.pairs, self.tokens = self.pairs + pairs, self.tokens + tokens
+        self.seconds, self.bytes_sent = self.seconds + seconds, self.bytes_sent + bytes_sent
+
     def steps_of(self, rank: int) -> int:
         """The last step in a rank's log: independent ranks count their own."""
         local = self.rounds.get("local_steps", [])
@@ -105,22 +110,20 @@ class Progress:
     def is_best(self, metrics: Metrics, best_by: str, may_be_saved: bool = True) -> bool:
         """Counts an evaluation: whether it is the best so far; of equal exact matches that with the lower loss is."""
 
-        def order(of: Metrics) -> tuple[float, float] | None:
-            value, loss = of.get(best_by), of.get("loss")
-            if value is None:
-                return None
-            tie = -loss if loss is not None and math.isfinite(loss) else -math.inf
-            return (-value, 0.0) if best_by in ("loss", "kl") else (value, tie)
+        def order(of: Metrics) -> tuple[float, float]:
+            value, loss = of[best_by] or 0.0, of.get("loss")
+            if best_by in ("loss", "kl"):
+                return -value, 0.0
+            return value, -loss if loss is not None and math.isfinite(loss) else -math.inf
 
-        if (now := order(metrics)) is None:
+        value, best = metrics.get(best_by), self.best_metrics.get(best_by)
+        if value is None:
             return False
         self.evaluations_since_best += 1
-        before = order(self.best_metrics)
-        if not may_be_saved or not math.isfinite(now[0]) or (before is not None and now <= before):
-            return False
-        self.best_step, self.best_metrics = self.step, metrics
-        self.evaluations_since_best = 0
-        return True
+        is_better = best is None or order(metrics) > order(self.best_metrics)
+        if may_be_saved and math.isfinite(value) and is_better:
+            self.best_step, self.best_metrics, self.evaluations_since_best = self.step, metrics, 0
+        return self.evaluations_since_best == 0
 
 
 # ---- The run's folder: its owner, and what a killed process left there -----------------------------------------------
@@ -132,17 +135,17 @@ def open_run(
     """The run folder's lock, of its only owner on this disk, who writes its plan; None on other ranks; AgreedError. The
     owner is the first of the ranks that see each other's files in the folder."""
     token = world.broadcast_text(os.urandom(8).hex())
-    mine = folder / f".disk-{token}-{world.rank:04d}"
+    mark = folder / f".disk-{token}-{world.rank:04d}"
     with world.agreeing(f"opening {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        mine.touch()
-    first = min(folder.glob(f".disk-{token}-*"), default=mine)  # none: the folder's owner has swept it
+        mark.touch()
+    first = min(folder.glob(f".disk-{token}-*"), default=mark)  # none: the folder's owner has swept it
     world.gather_text("seen", "every rank's look at its disk")
-    mine.unlink(missing_ok=True)
-    with world.agreeing(f"opening {folder}"), contextlib.ExitStack() as on_failure:
-        if first != mine:
+    mark.unlink(missing_ok=True)
+    with world.agreeing(f"opening {folder}"):
+        if first != mark:
             return None
-        lock = on_failure.enter_context((folder / ".lock").open("a+", encoding="utf-8"))
+        lock = (folder / ".lock").open("a+", encoding="utf-8")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -154,15 +157,12 @@ def open_run(
         lock.flush()
         if resumed_steps is None:
             require_free(folder)
-        else:
-            saved = (path for path in checkpoints_in(folder / "checkpoints") if (path / MANIFEST).is_file())
-            if (made := next(map(step_of, saved), 0)) > resumed_steps:
-                more = "give a larger train.steps (train.epochs, rollouts.rounds), or start a new run"
-                raise UserError(f"a run of {resumed_steps} steps is below the {made} steps made; {more}")
+        elif (made := next(map(step_of, checkpoints_in(folder / "checkpoints")), 0)) > resumed_steps:
+            more = "give a larger train.steps (train.epochs, rollouts.rounds), or start a new run"
+            raise UserError(f"a run of {resumed_steps} steps is below the {made} steps made; {more}")
         sweep(folder)
         files.write_atomically(folder / "plan.json", json.dumps(plan, indent=2) + "\n")
         files.write_atomically(folder / "config.yaml", settings_text)  # last: where it is, there is a run to resume
-        on_failure.pop_all()
         return lock
 
 
@@ -255,8 +255,8 @@ def save(folder: Path, snapshot: Snapshot, world: World, writer: CheckpointWrite
     waits = is_last or own is not None or world.divides_model or snapshot.settings.method == "full"
     if not are_finite(world, model, snapshot.optimizer):
         return f"training goes on without {what}: the weights or the optimizer's state are not finite"
-    trees = [model.trainable_parameters(), snapshot.optimizer.state, *snapshot.common.values()]
-    names = (adapter_files.ADAPTER_WEIGHTS, OPTIMIZER, *snapshot.common)
+    trees = {adapter_files.ADAPTER_WEIGHTS: model.trainable_parameters(), OPTIMIZER: snapshot.optimizer.state}
+    trees |= snapshot.common
     final, best_step = folder / f"step-{progress.step:08d}", progress.best_step
     arrays: dict[str, tuple[Described, adapter_files.Arrays]]
     try:
@@ -265,9 +265,9 @@ def save(folder: Path, snapshot: Snapshot, world: World, writer: CheckpointWrite
                 part = save_part(part_of(folder, progress.step, world.rank), own)
             progress.parts = world.gather_text(part, "every rank's part")
         # Beside training each rank reports by itself.
-        with world.agreeing(what) if waits else contextlib.nullcontext(), world.gathering(*trees) as wholes:
+        with world.agreeing(what) if waits else contextlib.nullcontext(), world.gathering(*trees.values()) as wholes:
             if writer.is_keeper:
-                arrays = dict(zip(names, wholes, strict=True))
+                arrays = dict(zip(trees, wholes, strict=True))
                 adapter_config = adapter_files.adapter_config(snapshot.settings, wholes[0][0], len(model.layers))
                 objects = {adapter_files.ADAPTER_CONFIG: adapter_config, STATE: asdict(progress)}
                 texts = {name: json.dumps(each, indent=2) + "\n" for name, each in objects.items()} | snapshot.texts
@@ -306,9 +306,7 @@ def write_whole(
         _put_in_place(unfinished, final)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        free = shutil.disk_usage(next(path for path in final.parents if path.exists())).free
-        reason = f"cannot be written, {free:,} bytes are free there ({error.strerror})"
-        raise OSError(None, reason, str(final)) from None
+        raise OSError(error.errno, error.strerror, str(final)) from None
 
 
 def _put_in_place(unfinished: Path, final: Path) -> None:
@@ -334,9 +332,8 @@ def prune(folder: Path, keep: int, best_step: int | None) -> None:
         for path in saved[keep:]:
             if step_of(path) != best_step and path != newest_whole:
                 discard(path)
-    kept = {path.name for path in checkpoints_in(folder)}
     for path in (folder / "ranks").glob("step-*-rank-[0-9][0-9][0-9].safetensors"):  # a copy has more in its name
-        if path.name.partition("-rank-")[0] not in kept:
+        if not (folder / path.name.partition("-rank-")[0]).exists():
             path.unlink(missing_ok=True)
 
 
@@ -458,8 +455,6 @@ def fault_of(path: Path) -> str | None:
     try:
         hashes = read_file.read_object(path / MANIFEST, "manifest")
         for name, expected in hashes.items():
-            if Path(name).name != name or not (path / name).is_file():
-                return f"{name} is no file of it"
             if file_sha256(path / name) != expected:
                 return f"{name} does not match its hash"
         read_progress(path)
@@ -520,10 +515,10 @@ def _fetch_newest(folder: Path, world: World, is_keeper: bool) -> None:
     """Copies the newest checkpoint (most resumes, then most steps) of the run's history to rank 0's disk."""
     saved = checkpoints_in(folder) if is_keeper and world.size > 1 else []
     newest = next((path for path in saved if not inside_a_round(path) and fault_of(path) is None), None)
-    mine = [0, []] if newest is None else [step_of(newest), read_progress(newest).resume_ids]
-    every = world.gather_values(mine, "every disk's newest checkpoint")
+    own = [0, []] if newest is None else [step_of(newest), read_progress(newest).resume_ids]
+    every = world.gather_values(own, "every disk's newest checkpoint")
     ids = every[0][1]
-    _, step, source = max((len(own), step, -i) for i, (step, own) in enumerate(every) if own[: len(ids)] == ids)
+    _, step, source = max((len(of), step, -i) for i, (step, of) in enumerate(every) if of[: len(ids)] == ids)
     if not source or not step:
         return
     final, unfinished = folder / f"step-{step:08d}", folder / f".unfinished-{step:08d}"
@@ -577,13 +572,8 @@ def restore_all(
 
 def restore_weights(path: Path, model: nn.Module, world: World) -> None:
     """Gives every rank its part of the weights of a checkpoint of rank 0's; AgreedError where they do not fit."""
-    weights: Arrays = {}
     wanted = world.whole(adapter_files.trainable(model))
-    with world.agreeing("reading a checkpoint"):
-        if world.rank == 0:
-            weights = adapter_files.read_trained(wanted, path, "checkpoint")
-    model.update(tree_unflatten(list(world.scattered(weights))) or {})
-    mx.eval(model.trainable_parameters())
+    model.update(tree_unflatten(common_at(path, adapter_files.ADAPTER_WEIGHTS, world, wanted)) or {})
 
 
 def restore_learned(path: Path, model: nn.Module, optimizer: optim.Optimizer, world: World) -> None:
@@ -600,8 +590,8 @@ def common_at(path: Path | None, name: str, world: World, wanted: Described | No
     with world.agreeing("reading a checkpoint"):
         if world.rank == 0 and path is not None and (wanted is not None or (path / name).is_file()):
             arrays = read_arrays(path / name)
-            if wanted is not None and (fault := adapter_files.misfit(wanted, adapter_files.described(arrays))):
-                raise UserError(f"{path}: {name} does not fit the model and train.optimizer: {fault}")
+            if wanted is not None:
+                arrays = adapter_files.fitted(wanted, arrays, f"{path}: {name}")
     parts = dict(world.scattered(arrays))
     mx.eval(parts)
     return parts

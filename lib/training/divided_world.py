@@ -189,8 +189,8 @@ class InStages(Lockstep):
     def sum_of_all(self, values: Mapping[str, mx.array]) -> mx.array:
         parts = {name: self.ranks.part(name) for name in values}  # None: every rank holds it
         firsts = {name: 0 if part is None else part.ranks[0] for name, part in parts.items()}
-        mine = [value for name, value in values.items() if firsts[name] == self.ranks.rank]
-        return self.ranks.all_sum(sum(mine, mx.array(0.0)), "the gradient's norm")
+        own = [value for name, value in values.items() if firsts[name] == self.ranks.rank]
+        return self.ranks.all_sum(sum(own, mx.array(0.0)), "the gradient's norm")
 
     @contextlib.contextmanager
     def together(self, what: str, passes: int = 1) -> Iterator[None]:

@@ -11,13 +11,12 @@ from typing import Any
 import mlx.nn as nn
 from rich.text import Text
 
-from lib.config.settings import Config, DataSettings, EvaluateSettings, ModelSettings, RolloutSettings
+from lib.config.settings import Config, DataSettings, ModelSettings, RolloutSettings
 from lib.data import sources, tokenizer
 from lib.data.dataset import Dataset
 from lib.data.groups import load_groups
 from lib.data.inspect import facts_of, picture
 from lib.data.prompts import Prompts, Question, load_questions, open_prompts
-from lib.data.record_formats import Unusable
 from lib.data.streaming import StreamedDataset, open_held_out, open_training
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import Tokenizer, Vocabulary
@@ -41,17 +40,16 @@ class Inputs:
     questions: list[Question]
     first_row: Text | None = None  # as the model sees it
     held_out: Prompts | None = None  # of a run of rounds
-    limits: Vocabulary = Vocabulary()  # of the policy and the reference
 
 
 def vocabulary(settings: ModelSettings) -> Vocabulary:
     """The ids and positions that policy and reference both have embeddings for, and the policy's end token."""
-    known = tokenizer.vocabulary(settings)
+    of_policy = tokenizer.vocabulary(settings)
     models = [settings] if settings.reference == "initial" else [settings, load.reference_settings(settings)]
-    sizes = [load.table_sizes(model) for model in models]
-    ids = [size for size in (known.vocab_size, *(tables.tokens for tables in sizes)) if size is not None]
-    positions = [tables.positions for tables in sizes if tables.positions is not None]
-    return replace(known, vocab_size=min(ids, default=None), positions=min(positions, default=None))
+    tables = [load.table_sizes(model) for model in models]
+    ids = filter(None, (of_policy.vocab_size, *(table.tokens for table in tables)))
+    positions = filter(None, (table.positions for table in tables))
+    return replace(of_policy, vocab_size=min(ids, default=None), positions=min(positions, default=None))
 
 
 def with_compute_type(model: ModelSettings, world: World, say: Callable[[str], None]) -> ModelSettings:
@@ -80,15 +78,15 @@ def generate_options(of_model: Any, model: ModelSettings, data: DataSettings) ->
     do: it has the model's own chat template, whatever data.chat_template."""
     if of_model is None:
         return []
-    template, asked = Encoder(of_model, data, None).template, [{"role": "user", "content": "Is 7 a prime?"}]
+    template, question = Encoder(of_model, data, None).template, [{"role": "user", "content": "Is 7 a prime?"}]
     words = [word for end in unnamed_ends(of_model, model, data) for word in ("--extra-eos-token", end)]
     if not template.is_used:
         return [*words, *["--ignore-chat-template"] * of_model.has_chat_template]
-    for given in ({}, template.arguments_without_answer):
+    for options in ({}, template.arguments_without_answer):
         with contextlib.suppress(Exception):  # a template raises whatever its author chose
-            text = of_model.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, **given)
-            if text == template.text_of(asked, is_prompt=True):
-                return [*words, *(("--chat-template-config", json.dumps(given)) if given else ())]
+            text = of_model.apply_chat_template(question, tokenize=False, add_generation_prompt=True, **options)
+            if text == template.text_of(question, is_prompt=True):
+                return [*words, *(("--chat-template-config", json.dumps(options)) if options else ())]
     return None
 
 
@@ -130,28 +128,7 @@ def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     if of_model is not None and (examples := data.examples([0])):  # in one line, cut at its beginning where it is long
         text = Text("↵").join(picture(examples[0], of_model, 0, "green").split("\n", allow_blank=True))
         first_row = Text("... ").append_text(text[-SHOWN_CHARACTERS:]) if len(text) > SHOWN_CHARACTERS else text
-    inputs = Inputs(of_model, data, valid, questions, first_row, held_out, words)
-    _require_room(config.evaluate, inputs)
-    return inputs
-
-
-def _require_room(settings: EvaluateSettings, inputs: Inputs) -> None:
-    """Raises UserError where a greedy answer of an evaluation may end beyond the model's table of positions."""
-    rows = inputs.valid or inputs.data
-    if inputs.limits.positions is None or inputs.tokenizer is None:
-        return
-    asked: list[tuple[str, int]] = []
-    if (prompts := inputs.held_out) is not None:
-        count = min(len(prompts), settings.answers_limit)
-        asked = [(prompts.records.location(row), len(prompts.ids[row])) for row in range(count)]
-    elif not inputs.questions:
-        examples = rows.examples(range(min(settings.samples, len(rows))))
-        asked = [(f"{rows.path}, row {one.row} (evaluate.samples)", len(one.prompt_ids)) for one in examples]
-    for place, tokens in asked:
-        try:
-            inputs.limits.check_answer(tokens, settings.max_tokens, "evaluate.max_tokens")
-        except Unusable as why:
-            raise UserError(f"{place}: {why}") from None
+    return Inputs(of_model, data, valid, questions, first_row, held_out)
 
 
 def _prompts(

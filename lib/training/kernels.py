@@ -26,7 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
-from lib.config.settings import Config, ModelSettings, TrainSettings
+from lib.config.settings import DataSettings, ModelSettings, TrainSettings
 from lib.data.batch import Batch, collate_trained
 from lib.data.dataset import Dataset, Example
 from lib.distributed.world import World
@@ -68,27 +68,33 @@ NOT_IN_KERNELS = {
 
 @contextlib.contextmanager
 def compiled(
-    config: Config, data: object, world: World, hosts: Sequence[str], tell: Callable[[str], None]
+    model: ModelSettings,
+    train: TrainSettings,
+    layout: DataSettings,
+    data: object,
+    world: World,
+    hosts: Sequence[str],
+    say: Callable[[str], None],
 ) -> Iterator[None]:
     """Compiles what a step on this host's GPU needs while the block runs, if no run did that here. data: whose first
-    rows have the form of all; nothing is compiled where they are not known. The first rank of each of `hosts` compiles.
+    rows have the form of all; nothing is compiled where they stream. The first rank of each of `hosts` compiles.
     """
     is_first = hosts.index(hosts[world.rank]) == world.rank
     folder = Path(os.environ.get("MLX_PTX_CACHE_DIR", Path(tempfile.gettempdir(), "mlx", mx.__version__, "ptx")))
-    if not (device() == "cuda" and is_first and is_compiled(config.train, world) and isinstance(data, Dataset)):
+    if not (device() == "cuda" and is_first and is_compiled(train, world) and isinstance(data, Dataset)):
         yield
         return
-    done, parts = folder / f"tandem-{_digest(config.model, config.train)}", dict[Path, subprocess.Popen[bytes]]()
+    done, parts = folder / f"tandem-{_digest(model, train)}", dict[Path, subprocess.Popen[bytes]]()
     with contextlib.ExitStack() as ending:
         try:
             if not done.exists():
-                tell("compiling CUDA kernels: about a minute, once for this machine, kind of model and loss")
-                path = str(model_folder.resolve(config.model.path, config.model.revision).resolve())
-                model = config.model.model_copy(update={"path": path, "revision": None})  # found from anywhere
+                say("compiling CUDA kernels: about a minute, once for this machine, kind of model and loss")
+                path = str(model_folder.resolve(model.path, model.revision).resolve())
+                model = model.model_copy(update={"path": path, "revision": None})  # for any folder
                 rows = data.examples(range(min(2, len(data))))
                 folder.mkdir(parents=True, exist_ok=True)
                 made = Path(ending.enter_context(tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True)))
-                (made / "work").write_bytes(pickle.dumps((config.model_copy(update={"model": model}), rows)))
+                (made / "work").write_bytes(pickle.dumps((model, train, layout, rows)))
                 for name in PARTS:
                     (made / name).mkdir()
                     words, silent = [sys.executable, "-c", START, name], subprocess.DEVNULL
@@ -101,7 +107,7 @@ def compiled(
                     ending.callback(process.kill)
                     parts[made / name] = process
         except OSError as error:
-            tell(f"CUDA kernels are compiled in the first step: {error}; set MLX_PTX_CACHE_DIR to a folder of yours")
+            say(f"CUDA kernels are compiled in the first step: {error}; set MLX_PTX_CACHE_DIR to a folder of yours")
         yield
         until = time.monotonic() + LIMIT_SECONDS
         with contextlib.suppress(OSError):
@@ -257,23 +263,25 @@ PARTS: dict[str, Callable[[Step, Batch], None]] = {
 }
 
 
-def compile_part(part: str, config: Config, examples: Sequence[Example]) -> None:
+def compile_part(
+    part: str, settings: ModelSettings, train: TrainSettings, layout: DataSettings, examples: Sequence[Example]
+) -> None:
     """Runs one of PARTS on a small model and these rows, of which the last becomes longer than another."""
-    model = small_model(config.model, config.train.seed)
+    model = small_model(settings, train.seed)
     cannot_share_prompts(model)  # lets its blocks take a stream
-    step = Step(model, make_optimizer(config.train), config.train, World())
-    known: list[Example] = []
+    rows: list[Example] = []
     for i, row in enumerate(examples):
         times = len(examples) * RAGGED if i == len(examples) - 1 else 1
         of_row = {name: getattr(row, name) for name in ("completions", "learnt", "sampling_logps")}
         longer: dict[str, Any] = {
-            n: tuple(one.repeat(times) for one in arrays) for n, arrays in of_row.items() if arrays
+            n: tuple(array.repeat(times) for array in arrays) for n, arrays in of_row.items() if arrays
         }
         longer["completions"] = tuple(ids % VOCABULARY for ids in longer["completions"])
-        known.append(dataclasses.replace(row, prompt_ids=row.prompt_ids % VOCABULARY, **longer))
-    multiple, mismatched = length_multiple(config.data), losses.needs_mismatched(config.train.loss)
+        rows.append(dataclasses.replace(row, prompt_ids=row.prompt_ids % VOCABULARY, **longer))
+    mismatched = losses.needs_mismatched(train.loss)
     model.train()
-    PARTS[part](step, collate_trained(known, multiple, config.data.shared_prompts, mismatched))
+    batch = collate_trained(rows, length_multiple(layout), layout.shared_prompts, mismatched)
+    PARTS[part](Step(model, make_optimizer(train), train, World()), batch)
 
 
 def main() -> None:

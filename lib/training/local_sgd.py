@@ -16,14 +16,12 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 
-from lib.config.settings import Config
+from lib.config.settings import PlanSettings, TrainSettings
 from lib.data.order import Position, divide_rows, epoch_order, global_batch
 from lib.distributed.compression import Arrays
-from lib.distributed.world import World
 from lib.errors import Stopped
 from lib.model import adapter_files
 from lib.plan.plan import ClusterPlan
@@ -74,22 +72,23 @@ class Round:
         return int(np.searchsorted(self.edges, index, side="right")) - 1
 
 
-def open_round(steps: tuple[int, int], pairs: int, lengths: np.ndarray, seed: int, global_batch_size: int) -> Round:
+def open_round(
+    steps: tuple[int, int], pairs: int, lengths: np.ndarray, seed: int, global_batch_size: int, origin: int = 0
+) -> Round:
     """The round that begins after steps[0] global batches: the fewest whole ones that hold `pairs`, until steps[1]. A
-    batch's rows, which ascend in length in a synchronous run, stand in a random order: every part is a fair sample."""
-    in_epoch, step, held = -(-len(lengths) // global_batch_size), steps[0], 0
-    batches, epochs, epoch, order = [], [], -1, np.zeros(0, np.int64)
-    while step < steps[1] and held < pairs:
-        if step // in_epoch != epoch:
-            epoch = step // in_epoch
+    batch's rows, which ascend in length in a synchronous run, stand in a random order: every part is a fair sample.
+    lengths: int [n], of the rows. origin: global batches before their first epoch."""
+    in_epoch, step, batches, epochs = -(-len(lengths) // global_batch_size), steps[0], list[np.ndarray](), list[int]()
+    while step < steps[1] and sum(map(len, batches)) < pairs:
+        epoch, index = divmod(step - origin, in_epoch)
+        if not batches or index == 0:
             order = epoch_order(lengths, seed, epoch, global_batch_size)
-        rows = global_batch(order, Position(epoch, step % in_epoch * global_batch_size), global_batch_size)
-        keys = np.random.Philox(np.random.SeedSequence([seed, epoch, step, 1])).random_raw(len(rows))
+        rows = global_batch(order, Position(epoch, index * global_batch_size), global_batch_size)
+        keys = np.random.Philox(np.random.SeedSequence([seed, epoch, step - origin, 1])).random_raw(len(rows))
         batches.append(rows[np.argsort(keys, kind="stable")])
-        epochs.append(np.full(len(rows), epoch))
-        held, step = held + len(rows), step + 1
-    edges = np.cumsum([0, *map(len, batches)])
-    return Round(steps[0], step, np.concatenate(batches), np.concatenate(epochs), edges)
+        epochs += [epoch] * len(rows)
+        step += 1
+    return Round(steps[0], step, np.concatenate(batches), np.array(epochs), np.cumsum([0, *map(len, batches)]))
 
 
 def assign(
@@ -182,28 +181,31 @@ def _sums(first: Sequence[int], second: Sequence[int]) -> list[int]:
 
 
 class LocalSGD:
-    """The rounds of a run. lengths: int [n], of its rows. first_step: that the data begin with."""
+    """The rounds of a run. lengths: int [n], of its rows. span: the global batches before these rows' first one and
+    before the end. whole: steps, and rounds of rollouts, of the whole run."""
 
     def __init__(
-        self, config: Config, world: World, plan: ClusterPlan, model: nn.Module, lengths: np.ndarray, steps: int,
-        first_step: int = 0,
-    ):  # fmt: skip
-        settings, several = config.independent, world.size > 1
-        self.seed, self.batch_size = config.train.seed, config.train.global_batch_size
-        self.world, self.model, self.model_settings, self.lengths = world, model, config.model, lengths
-        self.steps, self.first_step, self.pairs_per_round = steps, first_step, settings.pairs_per_round
-        self.method = settings.merge or default_merge(settings, config.model)
-        self.ranks = RankSpeeds(plan, follows=config.plan.replan and config.plan.shares is None and several)
-        self.merger = Merger(world, model, settings, config.sync, config.model.method)
+        self,
+        merger: Merger,
+        plan: ClusterPlan,
+        settings: PlanSettings,
+        train: TrainSettings,
+        lengths: np.ndarray,
+        span: tuple[int, int],
+        whole: tuple[int, int],
+    ):
+        self.merger, self.world, self.lengths, self.whole = merger, merger.world, lengths, whole
+        self.seed, self.batch_size, (self.first_step, self.steps) = train.seed, train.global_batch_size, span
+        independent, several = merger.settings, merger.world.size > 1
+        self.method = independent.merge or default_merge(independent, merger.model_settings)
+        self.ranks = RankSpeeds(plan, follows=settings.replan and settings.shares is None and several)
         self.round: Round | None = None  # None between rounds
         self.saved_whole = 0  # the step of the last checkpoint at a round's end
-        self.length = config.steps_over(len(lengths)), config.rollouts.rounds or 1  # of the whole run
         # Global batches in a round: as planned, or as often as measured merges may come.
-        self.steps_per_round = plan.steps_per_round or longest_round(*self.length)
-        self.measures = measures_merges(settings, config.plan) and several
+        self.steps_per_round = plan.steps_per_round or longest_round(*whole)
+        self.measures = measures_merges(independent, settings) and several
         self.round_ends: list[float] = []  # seconds, mean of all ranks: the last wait for each other, and the merge
         self.own_end: float | None = None  # of the round before, on this rank: the others do not know it yet
-        self.remark = ""  # what is new at the end of a round
 
     def train(
         self, progress: Progress, local_step: LocalStep, writer: CheckpointWriter
@@ -213,7 +215,7 @@ class LocalSGD:
         checkpoint is due: at round ends, which serve a world of another size, unless the next one is far."""
         saved, whole_seconds, every = progress.step, 0.0, writer.every
         while progress.step < self.steps or self.round is not None:  # a resume may end a run inside a round
-            round = self.round = self.round or self._open(progress.step, progress.rewards)
+            round = self.round = self.round or self._open(progress)
             while round.left:
                 target = sys.maxsize if every is None else (saved // every + 1) * every
                 if every is not None and round.last_step - target < every:
@@ -234,12 +236,11 @@ class LocalSGD:
 
     def _end_round(self, round: Round, progress: Progress) -> dict[str, Any]:
         began = time.perf_counter()
-        method = self.method if self.method != "stack" or progress.step >= self.steps else "svd"
+        method = "svd" if self.method == "stack" and progress.step < self.steps else self.method
         record = self.merger.merge(method, round.start, round.pairs, round.steps)
         seconds = time.perf_counter() - began
         self.own_end = round.last_wait_seconds + seconds
-        progress.seconds += seconds
-        progress.bytes_sent += record["bytes_sent"]
+        progress.count(0, 0, seconds, record["bytes_sent"])
         if method != "none":  # every rank gets the rewards of all: those before the round, and what each rank added
             added = np.array(self.ranks.rewards) - round.rewards
             progress.rewards[:] = (np.array(round.rewards) + added.sum(axis=0)).tolist()
@@ -251,28 +252,24 @@ class LocalSGD:
 
     def _choose_length(self) -> None:
         """Of the next round, by how long the ends of the last ones took."""
-        speed = sum(self.ranks.speeds)
-        if not (self.measures and self.round_ends and self.ranks.are_known() and speed):
-            return
-        step_seconds, before, (steps, rollouts) = self.batch_size / speed, self.steps_per_round, self.length
-        seconds = float(np.median(self.round_ends[1:] or self.round_ends))  # the first is slow: everything is new
-        now = self.steps_per_round = steps_per_round(steps, seconds, step_seconds, rollouts)
-        if max(now, before) > 1.5 * min(now, before):
-            part, often = seconds / (seconds + now * step_seconds), "step" if now == 1 else f"{now:,} steps"
-            self.remark = f"merges from here on every {often}: one takes {seconds:.2g} s, {part:.1%} of the time"
+        if self.measures and self.round_ends and self.ranks.are_known() and sum(self.ranks.speeds):
+            seconds = float(np.median(self.round_ends[1:] or self.round_ends))  # the first is slow: everything is new
+            step_seconds, (steps, rollouts) = self.batch_size / sum(self.ranks.speeds), self.whole
+            self.steps_per_round = steps_per_round(steps, seconds, step_seconds, rollouts)
 
-    def _open(self, step: int, rewards: list[float]) -> Round:
-        last_step = self.steps if self.pairs_per_round else min(self.steps, step + self.steps_per_round)
-        round = self._round(step, last_step, rewards, self.pairs_per_round or sys.maxsize)
-        round.start = adapter_files.trainable(self.model)
+    def _open(self, progress: Progress) -> Round:
+        pairs = self.merger.settings.pairs_per_round
+        last_step = self.steps if pairs else min(self.steps, progress.step + self.steps_per_round)
+        round = self._round((progress.step, last_step), progress.rewards, pairs or sys.maxsize)
+        round.start = adapter_files.trainable(self.merger.model)
         return round
 
-    def _round(self, first_step: int, last_step: int, rewards: list[float], pairs: int = sys.maxsize) -> Round:
-        """The round that ends with `last_step`, or before it, once it has so many pairs."""
-        steps, none = (first_step - self.first_step, last_step - self.first_step), [0] * self.world.size
-        round = open_round(steps, pairs, self.lengths, self.seed, self.batch_size)
-        last_step = round.last_step + self.first_step
-        return replace(round, first_step=first_step, last_step=last_step, pairs=none, steps=none, rewards=list(rewards))
+    def _round(self, steps: tuple[int, int], rewards: list[float], pairs: int = sys.maxsize) -> Round:
+        """The round that ends with steps[1], or before it, once it has so many pairs."""
+        round = open_round(steps, pairs, self.lengths, self.seed, self.batch_size, self.first_step)
+        round.pairs = round.steps = [0] * self.world.size
+        round.rewards = list(rewards)
+        return round
 
     def _work_and_synchronise(
         self, round: Round, progress: Progress, local_step: LocalStep, target: int, writer: CheckpointWriter
@@ -296,9 +293,7 @@ class LocalSGD:
             end = sum(report.round_end_seconds or 0.0 for report in reports) / self.world.size
             self.round_ends, self.own_end = [*self.round_ends, end][-ROUND_ENDS:], None
         ranks.take_in(reports, pairs, steps)
-        progress.pairs += sum(pairs)
-        progress.tokens += sum(report.tokens for report in reports)
-        progress.seconds += time.perf_counter() - began
+        progress.count(sum(pairs), sum(report.tokens for report in reports), time.perf_counter() - began)
         progress.step = round.first_step + last
         progress.epoch, batches = divmod(progress.step - self.first_step, -(-len(self.lengths) // self.batch_size))
         progress.cursor = batches * self.batch_size
@@ -362,13 +357,13 @@ class LocalSGD:
         if self.round is not None:
             own |= {"start": self.round.start}
         if self.world.rank:
-            own |= {"weights": adapter_files.trainable(self.model), "optimizer": flat_state(optimizer)}
+            own |= {"weights": adapter_files.trainable(self.merger.model), "optimizer": flat_state(optimizer)}
         return own
 
     def resume(self, progress: Progress, own: RankArrays) -> None:
         """Takes up a checkpoint; in a world of another size one from between two rounds, as a synchronous run's is."""
         if progress.step < self.steps:
-            to_ranks(self.model, self.model_settings)
+            to_ranks(self.merger.model, self.merger.model_settings)
         self.merger.momentum, self.merger.feedback = own.get("momentum", {}), own.get("feedback", {})
         state, ranks, size = progress.rounds, self.ranks, self.world.size
         ranks.local_steps = [progress.steps_of(rank) for rank in range(size)] + state.get("local_steps", [])[size:]
@@ -387,7 +382,8 @@ class LocalSGD:
                 ranks.rewards, before = state["rewards"], state["rewards_before"]
                 progress.rewards = list(ranks.rewards[self.world.rank])
             if "last_step" in state:
-                round = self.round = self._round(state["first_step"], min(self.steps, state["last_step"]), before)
+                steps = state["first_step"], min(self.steps, state["last_step"])
+                round = self.round = self._round(steps, before)
                 round.trained, round.start = min(state["batches"], round.left), own["start"]
                 round.pairs, round.steps = state["pairs"], state["steps"]
         progress.rounds = self.state()

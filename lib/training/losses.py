@@ -5,15 +5,14 @@ sums and counts, and divide once at the end. The count is of pairs for preferenc
 tokens for SFT; every normalisation of GRPO's is over the whole step, too.
 
 Notation: x prompt, y_w chosen, y_l rejected completion, |y| its tokens (the end token included), pi the policy, pi_ref
-the frozen reference, r = log[pi(y|x)/pi_ref(y|x)], h = r_w - r_l; all log-probabilities in nats. Of groups: r_i the
-reward of completion i of K, A_i its advantage, |o_i| its tokens, rho its tokens' ratios pi / pi_sampling. beta and the
-other numbers of the formulas are settings, train.NAME.
+the frozen reference, r = log[pi(y|x)/pi_ref(y|x)], h = r_w - r_l; all log-probabilities in nats. beta and the other
+numbers of the formulas are settings, train.NAME. lib/training/group_losses.py has GRPO.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import get_args
 
 import mlx.core as mx
@@ -21,15 +20,12 @@ import mlx.nn as nn
 import numpy as np
 
 from lib.config.settings import REFERENCE_FREE_LOSSES, Loss, PreferenceLoss, TrainSettings, UnpairedLoss
-from lib.data.batch import Batch
 from lib.model.logps import completion_logps, completion_logps_and_weights, completion_token_logps
 from lib.model.token_stream import StreamInputs
+from lib.training.group_losses import Groups, group_loss
 
 PREFERENCE_LOSSES: tuple[PreferenceLoss, ...] = get_args(PreferenceLoss)
 UNPAIRED_LOSSES: tuple[UnpairedLoss, ...] = get_args(UnpairedLoss)
-STD_FLOOR = 1e-4  # is added to a group's deviation, so that rewards that are almost equal give small advantages
-# Nats. exp(89) is infinite in float32, and infinity times an advantage of 0 no number. verl has this limit, too.
-MOST_LOG_RATIO = 20.0
 # What a step adds up over micro-batches and ranks. `count` divides the loss and the gradients (pairs or rows for
 # preference losses, tokens for SFT); `pairs` divides the metrics, and `desirable` rewards of desirable rows.
 REWARDS = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl")
@@ -165,12 +161,8 @@ def preference_losses(
     losses with their weights, to be added up. rpo_alpha adds the SFT term of Pang et al. 2024, arXiv:2404.19733, eq. 1,
     to any loss: -alpha log pi(y_w)/|y_w| (the paper weighs the other term instead)."""
     assert policy.chosen.dtype == policy.rejected.dtype == mx.float32, (policy.chosen.dtype, policy.rejected.dtype)
-    total: mx.array | None = None
-    for name, weight in terms:
-        losses = pair_loss(name, policy, reference, train)
-        losses = losses if weight == 1 else weight * losses
-        total = losses if total is None else total + losses
-    assert total is not None
+    first, *others = (weight * pair_loss(name, policy, reference, train) for name, weight in terms)
+    total = sum(others, first)
     if train.rpo_alpha:
         total = total - train.rpo_alpha * policy.per_token[0]
     chosen_rewards, rejected_rewards = implicit_rewards(terms, policy, reference, train.beta)
@@ -183,14 +175,14 @@ def implicit_rewards(
     """(chosen, rejected) rewards, float32 [B]: the quantity whose difference the first preference loss pushes up. With
     a reference beta r (arXiv:2305.18290, eq. 5), for sigmoid_norm divided by |y|."""
     name = next(name for name, _ in terms if name in PREFERENCE_LOSSES)
-    chosen, rejected = policy.per_token
-    if name == "cpo":
-        chosen, rejected = policy.chosen, policy.rejected
-    elif name not in ("simpo", "orpo"):
+    chosen, rejected = (policy.chosen, policy.rejected) if name == "cpo" else policy.per_token
+    if name == "orpo":
+        return log_odds(chosen), log_odds(rejected)
+    if name not in ("simpo", "cpo"):
         chosen, rejected = log_ratios(policy, reference)
-        if name == "sigmoid_norm":
-            chosen, rejected = chosen / policy.chosen_tokens, rejected / policy.rejected_tokens
-    return (log_odds(chosen), log_odds(rejected)) if name == "orpo" else (beta * chosen, beta * rejected)
+    if name == "sigmoid_norm":
+        chosen, rejected = chosen / policy.chosen_tokens, rejected / policy.rejected_tokens
+    return beta * chosen, beta * rejected
 
 
 def preference_metrics(
@@ -218,12 +210,6 @@ def preference_metrics(
 
 
 # ---- Unpaired: completions labelled desirable or not; SFT ------------------------------------------------------------
-
-
-def kl_baseline(log_ratios_sum: float, count: float) -> float:
-    """KTO's z_0 (arXiv:2402.01306, section 4.1), in nats, never below 0: the mean r of mismatched completions."""
-    mean = log_ratios_sum / count if count else 0.0
-    return 0.0 if mean < 0 else mean  # NaN stays NaN, so the step is skipped
 
 
 def unpaired_losses(
@@ -261,120 +247,6 @@ def unpaired_metrics(
         "reward_accuracy": (counted * right).sum(),
         "kl": (counted * drift).sum(),
     }
-
-
-def sft_loss(token_logps_sum: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array]:
-    """(negative log-likelihood in nats, number of tokens), float32 scalars, of log pi(y|x) [B] summed over y."""
-    return -token_logps_sum.sum(), tokens.sum().astype(mx.float32)
-
-
-# ---- GRPO and its variants: groups of completions --------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Groups:
-    """b prompts with K completions each."""
-
-    logps: mx.array  # float32 [b, K, C], of the tokens under the policy
-    sampling_logps: mx.array  # under the policy that sampled them
-    reference_logps: mx.array | None  # under the reference
-    entropies: mx.array  # float32 [b, K, C], of the policy, where each token was chosen
-    mask: mx.array  # bool [b, K, C], the tokens that are learnt; a masked completion has none, and its reward counts
-    rewards: mx.array  # float32 [b, K]; NaN for a completion that is left out
-    deviation: mx.array | None = None  # float32 [b], of all rewards of the round or file, for `batch_standardized`
-
-    @property
-    def tokens(self) -> mx.array:
-        """|o_i|, float32 [b, K]."""
-        return self.mask.sum(axis=-1).astype(mx.float32)
-
-    @property
-    def counted(self) -> mx.array:
-        """float32 [b, K]: 1 for a completion, 0 for one that is left out."""
-        return mx.logical_not(mx.isnan(self.rewards)).astype(mx.float32)
-
-
-def deviations(rewards: mx.array, counted: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Rewards less the mean of their group, [b, K]; the group's sample deviation (n - 1) and completions, [b, 1].
-    Rewards are compared with the largest of their group first, so that those of equal rewards are exactly 0."""
-    count = counted.sum(axis=1, keepdims=True)
-    largest = mx.where(counted > 0, rewards, -mx.inf).max(axis=1, keepdims=True)
-    below = mx.where(counted > 0, rewards - largest, 0.0)
-    centered = counted * (below - below.sum(axis=1, keepdims=True) / mx.maximum(count, 1))
-    variance = mx.square(centered).sum(axis=1, keepdims=True) / mx.maximum(count - 1, 1)
-    return centered, mx.sqrt(variance), count
-
-
-def advantages(rewards: mx.array, counted: mx.array, kind: str, deviation: mx.array | None = None) -> mx.array:
-    """A_i, float32 [b, K]; 0 for what is left out, and in a group of equal rewards. deviation: float32 [b]."""
-    centered, std, count = deviations(rewards, counted)
-    match kind:
-        case "standardized":  # GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2
-            return centered / (std + STD_FLOOR)
-        case "batch_standardized":  # Hu et al. 2025, arXiv:2501.03262, section 3
-            assert deviation is not None
-            return centered / (deviation[:, None] + STD_FLOOR)
-        case "centered":  # Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, section 3.2
-            return centered
-        case _:  # leave_one_out: less the mean of the others, RLOO, Ahmadian et al. 2024, arXiv:2402.14740, section 2.2
-            return centered * count / mx.maximum(count - 1, 1)
-
-
-def log_ratios_of(log_ratios: mx.array, tokens: mx.array, of: str) -> mx.array:
-    """log rho: float32 [b, K, C] for `token` (GRPO), else one for all of a completion, [b, K, 1]. geometric_mean: that
-    of a completion's tokens, GSPO, Zheng et al. 2025, arXiv:2507.18071, eq. 7; completion: their product, as RLOO has
-    it. log_ratios: float32 [b, K, C], of the tokens, 0 where masked. tokens: float32 [b, K]."""
-    if of == "token":
-        return log_ratios
-    total = log_ratios.sum(axis=-1, keepdims=True)
-    return total / mx.maximum(tokens[..., None], 1) if of == "geometric_mean" else total
-
-
-def divergence(logps: mx.array, reference_logps: mx.array) -> mx.array:
-    """KL(pi || pi_ref) by token: exp(d) - d - 1, d = log pi_ref - log pi; GRPO, arXiv:2402.03300, eq. 4."""
-    difference = reference_logps - logps
-    return mx.expm1(difference) - difference
-
-
-def group_loss(train: TrainSettings, groups: Groups) -> tuple[mx.array, dict[str, mx.array]]:
-    """(losses, sums): float32 [b, K], each completion's, summed over its tokens; and sums by the names in `SUMS`. A
-    token's loss is -min(rho A, clip(rho, 1 - epsilon, 1 + epsilon_high) A) + beta KL, GRPO, arXiv:2402.03300, eq. 3;
-    with two epsilons, DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 8. rho is at most exp(MOST_LOG_RATIO); that changes
-    what has a negative advantage alone, which has no gradient there."""
-    mask, tokens, counted = groups.mask, groups.tokens, groups.counted
-    upper = train.epsilon if train.epsilon_high is None else train.epsilon_high
-    scale = advantages(groups.rewards, counted, train.advantages, groups.deviation)[..., None]
-    log_ratio = log_ratios_of(mx.where(mask, groups.logps - groups.sampling_logps, 0.0), tokens, train.ratio)
-    ratio = mx.exp(mx.minimum(log_ratio, MOST_LOG_RATIO))
-    clipped = mx.clip(ratio, 1 - train.epsilon, 1 + upper)
-    per_token = -mx.minimum(ratio * scale, clipped * scale)
-    kl = mx.zeros_like(groups.logps)
-    if groups.reference_logps is not None:
-        kl = mx.where(mask, divergence(groups.logps, groups.reference_logps), 0.0)
-        per_token = per_token + train.beta * kl
-    losses = mx.where(mask, per_token, 0.0).sum(axis=-1)
-    completions = counted.sum()
-    match train.loss_type:
-        case "dr_grpo":  # arXiv:2503.20783, section 3.2
-            total, count = losses.sum(), completions * (train.max_completion_length or 1)
-        case "bnpo" | "dapo":  # arXiv:2503.14476, eq. 8
-            total, count = losses.sum(), tokens.sum()
-        case _:  # grpo, arXiv:2402.03300, eq. 3
-            total, count = (losses / mx.maximum(tokens, 1)).sum(), completions
-    is_clipped = ((ratio < 1 - train.epsilon) & (scale < 0)) | ((ratio > 1 + upper) & (scale > 0))
-    is_clipped = is_clipped | ((log_ratio > MOST_LOG_RATIO) & (scale < 0))
-    sums = {
-        "count": count,
-        "pairs": counted.max(axis=1).sum(),
-        "completions": completions,
-        "completion_tokens": tokens.sum(),
-        "reward": mx.where(counted > 0, groups.rewards, 0.0).sum(),
-        "reward_std": deviations(groups.rewards, counted)[1].sum(),
-        "kl": kl.sum(),
-        "entropy": groups.entropies.sum(),
-        "clip_fraction": (is_clipped & mask).sum().astype(mx.float32),
-    }
-    return losses, {"loss": total, **{name: mx.stop_gradient(x) for name, x in sums.items()}}
 
 
 # ---- What a step computes: figures, sums, means ----------------------------------------------------------------------
@@ -432,8 +304,8 @@ def objective(
     counted = (tokens.sum(axis=1) > 0).astype(mx.float32)
     pairs = counted.sum()
     if train.loss == "sft":
-        total, count = sft_loss(policy_logps[:, 0], tokens[:, 0])
-        return -policy_logps[:, 0], {"loss": total, "count": count, "pairs": pairs}
+        losses, count = -policy_logps[:, 0], tokens[:, 0].sum().astype(mx.float32)
+        return losses, {"loss": -policy_logps[:, 0].sum(), "count": count, "pairs": pairs}
     if train.loss in UNPAIRED_LOSSES:
         assert reference_logps is not None and labels is not None and baseline is not None
         ratios = mx.where(counted > 0, policy_logps[:, 0] - reference_logps[:, 0], 0.0)
@@ -481,34 +353,18 @@ def means_of(sums: dict[str, float], train: TrainSettings) -> Metrics:
 
 
 def baseline_of_step(train: TrainSettings, sums: mx.array, rewards: list[float]) -> float:
-    """kto's z_0 in nats, or bco's delta in rewards. sums: of log ratios and their count; rewards: before."""
+    """KTO's z_0 (arXiv:2402.01306, section 4.1), the mean r of mismatched completions, in nats, never below 0; or BCO's
+    delta, the mean of all rewards so far. sums: of log ratios and their count; rewards: the same of rewards, before."""
     total, count = sums.tolist()
-    if needs_mismatched(train.loss):
-        return kl_baseline(total, count)
-    total, count = rewards[0] + train.beta * total, rewards[1] + count
-    return total / count if count else 0.0
+    if not needs_mismatched(train.loss):
+        total, count = rewards[0] + train.beta * total, rewards[1] + count
+    mean = total / count if count else 0.0
+    return 0.0 if mean < 0 and needs_mismatched(train.loss) else mean  # NaN stays NaN, so the step is skipped
 
 
 def baseline_of_rows(train: TrainSettings, policy: np.ndarray, reference: np.ndarray) -> mx.array:
     """The baseline of rows that are evaluated together, a float32 scalar, of log-probabilities float32 [n, K]."""
     ratios = mx.array(policy) - mx.array(reference)
-    column = int(needs_mismatched(train.loss))
-    sums = mx.stack([ratios[:, column].sum(), mx.array(float(len(ratios)))])
+    compared = ratios[:, int(needs_mismatched(train.loss))]
+    sums = mx.stack([compared.sum(), mx.array(float(len(ratios)))])
     return mx.array(baseline_of_step(train, sums, [0.0, 0.0]))
-
-
-def noisy(
-    batches: Iterable[tuple[Batch, np.ndarray | None]], alpha: float | None, seed: int, step: int
-) -> Iterator[tuple[Batch, np.ndarray | None]]:
-    """Micro-batches with every token's key, for dropout, and the scale of NEFTune's noise, but for the model's sqrt(D).
-    Jain et al. 2023, arXiv:2310.05914, algorithm 1: each number of a token's embedding gets alpha / sqrt(L D) times a
-    number drawn evenly from [-1, 1], L being the row's longest sequence. The seed, the step, the row and the token's
-    index decide it, so not how rows are laid out."""
-    for batch, reference in batches:
-        rows, numbers = batch.places.T
-        seeds = [np.random.SeedSequence([seed, step, int(row)]).generate_state(1)[0] for row in batch.rows]
-        keys = np.stack([np.array(seeds, np.uint32)[rows], numbers.astype(np.uint32)], axis=1)
-        scales = None
-        if alpha is not None:
-            scales = np.where(rows >= 0, alpha / np.sqrt(batch.longest[rows]), 0).astype(np.float32)
-        yield replace(batch, noise_keys=keys, noise_scales=scales), reference

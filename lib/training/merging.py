@@ -165,25 +165,24 @@ class Merger:
 
     world: World
     model: nn.Module
+    model_settings: ModelSettings
     settings: IndependentSettings
     sync: SyncSettings
-    model_method: str
     momentum: Arrays = field(default_factory=dict)
     feedback: Arrays = field(default_factory=dict)
 
     def merge(self, method: str, start: Arrays, pairs: list[int], steps: list[int]) -> dict[str, Any]:
         """Merges in place, a group of parameters at a time; returns the fields of the merge's record. `error`: how far
         the merged change is from the exact mean of the ranks' changes, relative to it; None where that is not known
-        (DoRA). `compression_error`: the same of what the others received of this rank's change."""
+        (DoRA)."""
         record: dict[str, Any] = {"method": method, "pairs": pairs, "steps": steps, "error": None, "bytes_sent": 0}
-        record["compression_error"] = None
         if method == "none":
             return record
         world, is_compressed = self.world, self.sync.compression != "none"
         bytes_before, now = world.traffic.bytes_sent, adapter_files.trainable(self.model)
         factors = normalised_weights(pairs, steps) if method == "outer" else example_weights(pairs)
         took_part = [rank for rank, count in enumerate(pairs) if count]
-        parts, errors = example_weights(pairs)[took_part], np.zeros(4)
+        parts, errors = example_weights(pairs)[took_part], np.zeros(2)
         new, merged = Arrays(), dict[str, np.ndarray]()
         for names in _groups(now):
             begun, own = ({name: arrays[name].astype(mx.float32) for name in names} for arrays in (start, now))
@@ -191,7 +190,6 @@ class Merger:
                 own = {name: own[name] - begun[name] for name in own}
             arrived, left_out = compression.gather(world, own, self.sync, self.feedback, "the merge")
             self.feedback |= left_out
-            lost = _squares({name: own[name] - arrived[world.rank][name] for name in own})
             if is_compressed:
                 arrived = [{name: begun[name] + change[name] for name in own} for change in arrived]
             adapters = [_numpy(arrived[rank]) for rank in took_part]
@@ -205,20 +203,14 @@ class Merger:
                 merged = average(adapters, parts)
             else:
                 merged = (stack if method == "stack" else svd)(adapters, parts)
-            errors += [*distance(merged, _numpy(begun), adapters, parts), lost, _squares(own)]
+            errors += distance(merged, _numpy(begun), adapters, parts)
             new |= {name: mx.array(array).astype(now[name].dtype) for name, array in merged.items()}
         self.model.update(tree_unflatten(new))
         mx.eval(self.model.trainable_parameters(), self.momentum, self.feedback)
-        missed, exact, lost, whole = errors.tolist()
-        if self.model_method != "dora":
+        missed, exact = errors.tolist()
+        if self.model_settings.method != "dora":
             record["error"] = math.sqrt(missed / exact) if exact else 0.0
-        if is_compressed:
-            record["compression_error"] = math.sqrt(lost / whole) if whole else 0.0
         return record | {"bytes_sent": world.traffic.bytes_sent - bytes_before}
-
-
-def _squares(arrays: Arrays) -> float:
-    return sum(float(mx.square(array).sum().item()) for array in arrays.values())
 
 
 def _numpy(arrays: Arrays) -> dict[str, np.ndarray]:

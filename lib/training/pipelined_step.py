@@ -57,7 +57,7 @@ class MicroBatchState:
     """A micro-batch between its forward and its backward pass."""
 
     inputs: StreamInputs
-    given: mx.array | None  # the stage's input, [N, D]; None on the first rank
+    received: mx.array | None  # the stage's input, [N, D]; None on the first rank
     random_key: mx.array
     wanted: Message | None = None  # the gradient of its output
     slopes: list[mx.array] | None = None  # gradients by input, if wanted, then by sorted names; None: to be made
@@ -80,7 +80,6 @@ class PipelinedStep(Step):
         assert stage is not None
         self.stages, self.stage, self.pace, self.links = world, stage, pace, world.ranks.links
         self.waited_seconds = 0.0  # of this step, for other stages
-        self.sent_error: float | None = None  # what compression left out, of the norm of all sent
         self.output, self.product, self.last = self._output, self._product, self._last
         if is_compiled(train, world):
             state = [model.state, mx.random.state]
@@ -88,24 +87,23 @@ class PipelinedStep(Step):
             self.output, self.product, self.last = map(compiled, (self._output, self._product, self._last))
         self._begin([], None)
 
-    def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch]) -> StepRecord:
+    def __call__(self, index: int, rate: float, batches: Iterable[MicroBatch]) -> StepRecord:
         """One step, as Step's; the seconds are this rank's own."""
         self.waited_seconds = -self.links.waited_seconds
-        result = super().__call__(index, steps, batches)
-        compute, figures = max(0.0, result.compute_seconds[0] - self.waited_seconds), dict(result.figures)
-        figures |= {"compute_seconds": compute, "wait_seconds": figures["wait_seconds"] + self.waited_seconds}
-        if self.sent_error is not None:
-            figures["sent_error"] = self.sent_error
+        result = super().__call__(index, rate, batches)
+        compute = max(0.0, result.compute_seconds[0] - self.waited_seconds)
+        waited = result.figures["wait_seconds"] + self.waited_seconds
+        figures = result.figures | {"compute_seconds": compute, "wait_seconds": waited}
         return replace(result, compute_seconds=[compute], figures=figures)
 
     def _begin(self, batches: list[MicroBatch], baseline: mx.array | None) -> None:
         """What one step's passes add to."""
         self.batches, self.baseline = batches, baseline
         self.under_way: dict[int, MicroBatchState] = {}
-        self.received: dict[int, Message] = {}  # or being received, by micro-batch: what the rank before sends
+        self.expected: dict[int, Message] = {}  # by micro-batch: what the rank before sends
         self.begun = 0  # of these, so far
-        self.total: Tree | None = None
-        self.sums, self.squares = mx.zeros(len(SUMS)), mx.zeros(2)  # of what compression left out, and of all sent
+        self.total: dict[str, mx.array] = {}  # gradients by name
+        self.sums = mx.zeros(len(SUMS))
 
     def forward_backward(
         self, what: str, batches: Iterable[MicroBatch], counted: list[Batch], baseline: mx.array | None
@@ -127,38 +125,38 @@ class PipelinedStep(Step):
                 with links.deadline(what):
                     mx.eval(self.total, self.sums)
                 links.finish(what)
-            left_out, sent = self.squares.tolist()
-            self.sent_error = math.sqrt(left_out / sent) if sent else None
             self.pace.limit.check(largest)
             self.stages.agree_to_go_on(what)
             self.waited_seconds += links.waited_seconds
-            return self.total, self.sums
+            return tree_unflatten(self.total) if self.total else None, self.sums
         finally:
             self._begin([], None)  # frees all
 
     # ---- What a stage computes of one micro-batch
 
-    def _output(self, inputs: StreamInputs, given: mx.array | None) -> mx.array:
-        """What goes to the next rank, [N, D]. given: what came from the rank before."""
+    def _output(self, inputs: StreamInputs, received: mx.array | None) -> mx.array:
+        """What goes to the next rank, [N, D]. received: what came from the rank before."""
         window = layout_of(self.model).attention_window
-        return self.stage.run(lambda: hidden_states(self.model, inputs, window), given)
+        return self.stage.run(lambda: hidden_states(self.model, inputs, window), received)
 
     def _product(
-        self, inputs: StreamInputs, given: mx.array | None, wanted: mx.array
+        self, inputs: StreamInputs, received: mx.array | None, wanted: mx.array
     ) -> tuple[mx.array, list[mx.array]]:
         """The output, and the products of `wanted`, its gradient, with its derivatives."""
-        arrays = self._differentiated(given)
+        arrays = self._differentiated(received)
 
         def outputs(*values: mx.array) -> list[mx.array]:
-            return [self._output(inputs, self._put(dict(zip(arrays, values, strict=True)), given))]
+            return [self._output(inputs, self._put(dict(zip(arrays, values, strict=True)), received))]
 
         (output,), slopes = mx.vjp(outputs, list(arrays.values()), [wanted])
-        self._put(arrays, given)
+        self._put(arrays, received)
         return output, slopes
 
-    def _last(self, inputs: StreamInputs, given: mx.array, *beside: mx.array | None) -> tuple[mx.array, list[mx.array]]:
+    def _last(
+        self, inputs: StreamInputs, received: mx.array, *beside: mx.array | None
+    ) -> tuple[mx.array, list[mx.array]]:
         """SUMS, and the gradients of the loss: what the last rank computes. beside: as `loss_and_sums` takes them."""
-        arrays = self._differentiated(given)
+        arrays = self._differentiated(received)
 
         def loss(arrays: Mapping[str, mx.array]) -> tuple[mx.array, mx.array]:
             sums: list[mx.array] = []
@@ -169,45 +167,48 @@ class PipelinedStep(Step):
                 sums.append(own)
                 return value
 
-            return self.stage.run(work, self._put(arrays, given)), sums[0]
+            return self.stage.run(work, self._put(arrays, received)), sums[0]
 
         (_, sums), slopes = mx.value_and_grad(loss)(arrays) if arrays else (loss({}), {})
-        self._put(arrays, given)
+        self._put(arrays, received)
         return sums, [slopes[name] for name in arrays]
 
-    def _differentiated(self, given: mx.array | None) -> dict[str, mx.array]:
+    def _differentiated(self, received: mx.array | None) -> dict[str, mx.array]:
         """What gradients are made for: the stage's input, if wanted, and what it trains, by sorted name."""
-        by_input = {} if given is None or not self.stage.passes_gradients else {INPUT: given}
-        return by_input | dict(sorted(tree_flatten(self.model.trainable_parameters())))
+        by_input = {} if received is None or not self.stage.passes_gradients else {INPUT: received}
+        return by_input | self._trained()
 
-    def _put(self, arrays: Mapping[str, mx.array], given: mx.array | None) -> mx.array | None:
+    def _trained(self) -> dict[str, mx.array]:
+        return dict(sorted(tree_flatten(self.model.trainable_parameters())))
+
+    def _put(self, arrays: Mapping[str, mx.array], received: mx.array | None) -> mx.array | None:
         """Puts the parameters among arrays in their modules; returns the stage's input."""
         self.model.update(tree_unflatten([(name, array) for name, array in arrays.items() if name != INPUT]))
-        return arrays.get(INPUT, given)
+        return arrays.get(INPUT, received)
 
     # ---- Passes
 
     def _forward(self, i: int) -> None:
         """A micro-batch through this rank's blocks, and on; on the last rank backward as well, up to the gradients."""
         stage, (batch, reference) = self.stage, self.batches[i]
-        given = None
+        received = None
         if not stage.is_first:
             self._begin_to_receive(i)
-            given = self._awaited(self.received.pop(i), ACTIVATIONS)
-        micro = MicroBatchState(arrays_of(batch.inputs), given, mx.array(mx.random.state[0]))
+            received = self._awaited(self.expected.pop(i), ACTIVATIONS)
+        micro = MicroBatchState(arrays_of(batch.inputs), received, mx.array(mx.random.state[0]))
         self.under_way[i] = micro
         if stage.is_last:
             beside = *arrays_beside(batch, reference), self.baseline
-            sums, micro.slopes = self.last(micro.inputs, given, *beside)
+            sums, micro.slopes = self.last(micro.inputs, received, *beside)
             self.sums = self.sums + sums
             self.links.evaluate(self.sums, micro.slopes)
             return
         if stage.is_trained:
             micro.wanted = self._expected(i, stage.rank + 1, stage.dtypes[1])
         if micro.wanted is not None and not self.pace.recomputes:
-            output, micro.slopes = self.product(micro.inputs, given, micro.wanted.array)
+            output, micro.slopes = self.product(micro.inputs, received, micro.wanted.array)
         else:
-            output = self.output(micro.inputs, given)
+            output = self.output(micro.inputs, received)
         self.links.evaluate(output)
         self._send(output, stage.rank + 1, ACTIVATIONS)
 
@@ -222,16 +223,13 @@ class PipelinedStep(Step):
             assert micro.wanted is not None
             key = mx.random.state[0]
             now, key[:] = mx.array(key), micro.random_key  # the masks of the forward pass once more
-            _, micro.slopes = self.product(micro.inputs, micro.given, micro.wanted.array)
+            _, micro.slopes = self.product(micro.inputs, micro.received, micro.wanted.array)
             mx.random.state[0][:] = now
-        slopes = micro.slopes
-        by_input = slopes.pop(0) if self.stage.passes_gradients else None
-        names = [name for name in self._differentiated(None) if name != INPUT]
-        flat = {name: gradient.astype(mx.float32) for name, gradient in zip(names, slopes, strict=True)}
-        before = dict(tree_flatten(self.total or {}))
-        if flat:
-            self.total = tree_unflatten([(n, before[n] + g if n in before else g) for n, g in flat.items()])
-        del micro, slopes, flat, before
+        by_input = micro.slopes.pop(0) if self.stage.passes_gradients else None
+        for name, slope in zip(self._trained(), micro.slopes, strict=True):
+            gradient = slope.astype(mx.float32)
+            self.total[name] = self.total[name] + gradient if name in self.total else gradient
+        del micro
         self.links.evaluate(self.total, [] if by_input is None else by_input)
         if by_input is not None:
             if self.links.receives_ahead:  # all that the rank before sends until it asks for this gradient
@@ -239,12 +237,10 @@ class PipelinedStep(Step):
             self._send(by_input, self.stage.rank - 1, GRADIENTS)
 
     def _send(self, array: mx.array, rank: int, what: str) -> None:
-        parts, kind = [array], self.sync.compression
-        if kind != "none":
-            parts = compression.encode(array, kind)
-            wide, decoded = array.astype(mx.float32), compression.decode(parts, kind, array.shape)
-            self.squares = self.squares + mx.stack([mx.square(decoded - wide).sum(), mx.square(wide).sum()])
-            self.links.evaluate(parts, self.squares)
+        parts = [array]
+        if self.sync.compression != "none":
+            parts = compression.encode(array, self.sync.compression)
+            self.links.evaluate(parts)
         for part in parts:
             self.links.send(part, rank, what)
 
@@ -259,8 +255,8 @@ class PipelinedStep(Step):
     def _begin_to_receive(self, last: int) -> None:
         """Begins to receive the activations of micro-batches up to this one, as far as there are any."""
         for i in range(self.begun, min(last + 1, len(self.batches))):
-            self.received[i] = self._expected(i, self.stage.rank - 1, self.stage.dtypes[0])
-            self.links.begin(*self.received[i].parts)
+            self.expected[i] = self._expected(i, self.stage.rank - 1, self.stage.dtypes[0])
+            self.links.begin(*self.expected[i].parts)
             self.begun = i + 1
 
     def _awaited(self, message: Message, what: str) -> mx.array:

@@ -1,15 +1,14 @@
 """Log-probabilities of every completion in a dataset, by all ranks together, and the reference's of every step's rows.
 
-A reference that stays is asked in the step that trains a row first, and its answers are kept row by row, in the
-checkpoints too: training starts at once, and rows that no step takes cost nothing.
+A reference that stays is computed in the step that trains a row first, and stored row by row, in the checkpoints too:
+training starts at once, and rows that no step takes cost nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -19,7 +18,7 @@ import numpy as np
 from lib.config.settings import Config, DataSettings, ModelSettings
 from lib.data.batch import Batch, collate
 from lib.data.dataset import Dataset
-from lib.data.order import epoch_order, micro_batches, split
+from lib.data.order import micro_batches, split
 from lib.distributed.compression import Arrays
 from lib.distributed.world import World
 from lib.errors import UserError
@@ -28,15 +27,12 @@ from lib.model.layout import layout_of
 from lib.model.logps import completion_logps, completion_token_logps
 from lib.model.token_stream import StreamInputs, arrays_of, cannot_share_prompts, length_multiple
 from lib.system import out_of_memory
-from lib.training import divided_world, losses
 from lib.training.divided_world import Lockstep
-from lib.training.inputs import Inputs
 from lib.training.optimizers import TrainedArrays
-from lib.training.step import MicroBatch, is_compiled
+from lib.training.step import MicroBatch
 
 MIXUP = 0.6  # how far a reference that follows goes, by default (arXiv:2404.09656, table 1)
 LOGPS = "logps"  # the array of a checkpoint's file
-Counting = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # shows a pass: its name and its rows
 BLOCK_BATCHES = 16  # between two sums over ranks: a slow rank is waited for often, so no wait grows long
 
 
@@ -57,25 +53,24 @@ def dataset_logps(
     multiple, share, _ = layout(model, settings.data, world)
     order = np.argsort(dataset.lengths, kind="stable")
     is_wanted = np.isin(np.arange(len(dataset)), order if rows_wanted is None else rows_wanted)
-    logps = np.zeros((len(dataset), dataset.completions_per_example), np.float32)
-    mine = np.zeros_like(logps)
+    logps = np.zeros((2, len(dataset), dataset.completions_per_example), np.float32)  # this rank's, and all ranks'
     mx.eval(model.state)
+    done = 0
 
     def logps_of(rows: Sequence[int]) -> np.ndarray:
         batch = collate([dataset[row] for row in rows], multiple, share)
         with world.together("log-probabilities of a batch"):
             return np.array(completion_logps(model, arrays_of(batch.inputs)))
 
-    block_size = batch_size * world.size * BLOCK_BATCHES
-    for start in range(0, len(order), block_size):
-        block = order[start : start + block_size]
+    for block in micro_batches(order, batch_size * world.size * BLOCK_BATCHES):
         for rows in micro_batches(split(block, dataset.lengths, shares)[world.rank], batch_size):
             if is_wanted[rows].any():  # batches stay as they are: other rows give a value other roundings
                 pieces = out_of_memory.in_pieces(rows.tolist(), logps_of, not isinstance(world, Lockstep))
-                mine[rows] = np.concatenate([of_piece for _, of_piece in pieces])
-        logps[block] = np.array(world.all_sum(mx.array(mine[block]), "log-probabilities of a block of rows"))
-        progress(min(start + block_size, len(order)))
-    return logps
+                logps[0, rows] = np.concatenate([of_piece for _, of_piece in pieces])
+        logps[1, block] = np.array(world.all_sum(mx.array(logps[0, block]), "log-probabilities of a block of rows"))
+        done += len(block)
+        progress(done)
+    return logps[1]
 
 
 class Layout(NamedTuple):
@@ -83,15 +78,15 @@ class Layout(NamedTuple):
 
     length_multiple: int  # that lengths are padded to
     shares_prompts: bool  # whether a prompt runs once for all its completions
-    why_not: str | None  # where it was asked to
+    why_not: str | None  # where data.shared_prompts=true
 
 
 def layout(model: nn.Module, settings: DataSettings, world: World) -> Layout:
     """How batches for a model are laid out; UserError where it cannot attend to model.attention_window tokens alone."""
     window, is_divided = layout_of(model).attention_window, world.divides_model
     with world.workers.together("a look at how the model takes prompts"):
-        known = None if is_divided else layout_of(model).stream_fault  # it may be from before it was divided
-        why_not = cannot_share_prompts(model) if known is None else known or None
+        fault = None if is_divided else layout_of(model).stream_fault  # it may be from before it was divided
+        why_not = cannot_share_prompts(model) if fault is None else fault or None
     if is_divided:  # ranks may hold unlike parts of the model
         why_not = next(filter(None, world.gather_text(why_not or "", "how the model takes prompts")), None)
     if why_not and window is not None:
@@ -101,68 +96,14 @@ def layout(model: nn.Module, settings: DataSettings, world: World) -> Layout:
     return Layout(multiple, bool(share), why_not if settings.shared_prompts else None)
 
 
-class References(NamedTuple):
-    """What a run compares the policy with."""
-
-    data: np.ndarray | None = None  # float32 [n, K], of the training rows, where they are computed before training
-    valid: np.ndarray | None = None  # of the held-out rows
-    asked: AskedReference | None = None  # for the training rows of each step
-
-
-def of_run(
-    settings: Config,
-    policy: nn.Module,
-    inputs: Inputs,
-    world: World,
-    shares: Sequence[int],
-    batches: Layout,
-    counting: Counting,
-) -> References:
-    """The reference's log-probabilities of a run's rows, as far as they are computed before training. policy: before
-    training, which is the reference where no other is named. batches: how a step's are laid out. Raises UserError:
-    another reference cannot take batches that are laid out so."""
-    train, data, every = settings.train, inputs.data, settings.reference_sync_steps
-    if not losses.needs_reference(train):
-        return References()
-    named, is_group = settings.model.reference != "initial", train.loss == "grpo"
-    asks = every is not None or data.is_estimated or is_group or is_asked(settings.model, world)
-    passes: dict[str, tuple[Dataset, np.ndarray | None]] = {}
-    if inputs.valid is not None:
-        passes["valid"] = inputs.valid, None
-    if isinstance(data, Dataset) and not asks:
-        batch_size = train.global_batch_size
-        trained, order = settings.steps_over(len(data)) * batch_size, (data.lengths, train.seed, 0, batch_size)
-        passes["data"] = data, None if trained >= len(data) else epoch_order(*order)[:trained]
-    if not passes and not asks:
-        return References()
-    model = divided_world.load_reference(settings.model, train.seed, world) if named else policy
-    if named and asks and batches.shares_prompts and (why_not := layout(model, settings.data, world).why_not):
-        raise UserError(f"model.reference={settings.model.reference}: {why_not}; set data.shared_prompts=false")
-    logps = {}
-    for name, (dataset, rows) in passes.items():
-        with counting(f"reference log-probabilities of {Path(dataset.path).name}", len(dataset)) as progress:
-            logps[name] = dataset_logps(model, dataset, world, shares, settings, progress, rows)
-    asked = None
-    if asks:
-        model.eval()
-        mx.eval(model.state)
-        start = {} if named else adapter_files.trainable(policy)
-        alpha = train.reference_mixup_alpha or (MIXUP if settings.model.method == "full" else 1.0)
-        keeps = every is None and isinstance(data, Dataset) and not is_group
-        known = np.zeros((len(data), data.completions_per_example), np.float32) if keeps else None
-        compiled = keeps and is_compiled(train, world.workers)
-        asked = AskedReference(policy, model, world, start, every, alpha, train.temperature, known, compiled)
-    return References(logps.get("data"), logps.get("valid"), asked)
-
-
-def is_asked(settings: ModelSettings, world: World) -> bool:
-    """Whether the reference is asked in each step: that takes no second copy of all weights, and holds no rank up."""
+def is_in_steps(settings: ModelSettings, world: World) -> bool:
+    """Whether each step computes the reference: that takes no second copy of all weights, and holds no rank up."""
     return settings.reference == "initial" and settings.method != "full" and not world.divides_model
 
 
 @dataclass
-class AskedReference:
-    """Gives micro-batches their reference, one when it is taken."""
+class StepReference:
+    """Gives micro-batches their reference's log-probabilities, one when it is taken."""
 
     policy: nn.Module
     model: nn.Module  # the reference; the policy where that is it, before training
@@ -171,7 +112,7 @@ class AskedReference:
     every: int | None = None  # steps after which it follows the policy, None for never; alpha: how far it goes then
     alpha: float = 1.0
     temperature: float = 1.0
-    logps: np.ndarray | None = None  # float32 [n, K], of each row; 0 where it was not asked yet. None: not kept
+    logps: np.ndarray | None = None  # float32 [n, K], of each row; 0 before they are computed. None: not stored
     is_compiled: bool = False  # whether its pass is traced, once for every shape
 
     def __post_init__(self) -> None:
@@ -181,34 +122,34 @@ class AskedReference:
     def __call__(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         for batch, _ in batches:
             if self.logps is None:
-                yield batch, self._ask(batch)
+                yield batch, self._compute(batch)
                 continue
-            known = self.logps[batch.rows]
-            if not known.any(axis=1).all():
-                self.logps[batch.rows] = known = np.where(known.any(axis=1, keepdims=True), known, self._ask(batch))
-            yield batch, known
+            is_stored = self.logps[batch.rows].any(axis=1, keepdims=True)
+            if not is_stored.all():
+                self.logps[batch.rows] = np.where(is_stored, self.logps[batch.rows], self._compute(batch))
+            yield batch, self.logps[batch.rows]
 
-    def _ask(self, batch: Batch) -> np.ndarray:
+    def _compute(self, batch: Batch) -> np.ndarray:
         """float32 [examples, K]; of groups [examples, K, C]."""
         parts = [batch] if batch.mismatched is None else [batch, batch.mismatched]
         shapes = {part.shapes for part in parts} if self.is_compiled else {None}
         what = "reference log-probabilities of a batch"
-        with self.in_place(walks=not shapes <= self._traced), self.world.workers.together(what):
+        with self._in_place(walks=not shapes <= self._traced), self.world.workers.together(what):
             logps = [np.array(self._pass(arrays_of(part.inputs))) for part in parts]
         self._traced |= shapes - {None}
         # Each part may be padded to a shape of its own.
         return np.concatenate([of_part[: len(batch.rows)] for of_part in logps], axis=1)
 
     @contextmanager
-    def in_place(self, walks: bool = True) -> Iterator[nn.Module]:
-        """The reference as a model. walks: through all modules, to begin and end; a traced graph needs none of it."""
+    def _in_place(self, walks: bool) -> Iterator[None]:
+        """The policy's arrays are the reference's. walks: through all modules; a traced graph needs none of it."""
         now = self._trained.read()
         if self.arrays:
             self._trained.write([self.arrays[name] for name in self._trained.names])
         if walks:
             self.model.eval()
         try:
-            yield self.model
+            yield
         finally:
             self._trained.write(now)
             if walks:
@@ -221,14 +162,14 @@ class AskedReference:
         return completion_token_logps(self.model, inputs, self.temperature)[0]
 
     def of_all_ranks(self) -> Arrays:
-        """What every rank remembers, for a checkpoint: float32 [ranks, n, K]."""
+        """What every rank has stored, for a checkpoint: float32 [ranks, n, K]."""
         assert self.logps is not None
-        mine = np.zeros((self.world.size, *self.logps.shape), np.float32)
-        mine[self.world.rank] = self.logps
-        return {LOGPS: self.world.all_sum(mx.array(mine), "the reference's log-probabilities")}
+        every = np.zeros((self.world.size, *self.logps.shape), np.float32)
+        every[self.world.rank] = self.logps
+        return {LOGPS: self.world.all_sum(mx.array(every), "the reference's log-probabilities")}
 
     def remember(self, stored: Arrays) -> None:
-        """Takes up what a checkpoint of as many ranks has; of another world all is asked again."""
+        """Takes up what a checkpoint of as many ranks has; of another world all is computed again."""
         of_ranks = stored.get(LOGPS)
         if self.logps is not None and of_ranks is not None and of_ranks.shape == (self.world.size, *self.logps.shape):
             self.logps = np.array(of_ranks[self.world.rank])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import shutil
 import statistics
 import tempfile
@@ -57,14 +56,8 @@ def plan_run(
 ) -> ClusterPlan:
     """The plan that a run starts with, the same on all ranks, with what is likely to be a mistake in it. data: its
     training rows. resumed: a run that goes on."""
-    warnings = []
     if config.strategy in ("sharded", "pipelined") and world.size == 1:
-        sizes, shares = config.plan.micro_batch_sizes, config.plan.shares or ()
-        if len(shares) > 1 and resumed is None:
-            remedy = f"leave it out, or start {len(shares)} ranks (mpirun -n {len(shares)})"
-            raise UserError(f"plan.shares {list(shares)} has {len(shares)} numbers, but there is 1 rank; {remedy}")
-        alone = config.plan.model_copy(update={"shares": None, "micro_batch_sizes": sizes and sizes[:1]})
-        config = config.model_copy(update={"plan": alone})
+        config = _alone(config, resumed is not None)
     stored: dict[str, Any] = {}  # the run's plan.json on rank 0's disk
     if resumed is not None and world.rank == 0:
         with contextlib.suppress(OSError, ValueError):
@@ -74,23 +67,28 @@ def plan_run(
     host = hosts[world.rank]
     threads = next((rank.get("blas_threads") for rank in before if rank["host"] == host), None)
     threads = hardware.choose_threads(threads, hosts.count(host) == 1, config.plan.replan)
-    cores = os.cpu_count() if hardware.mlx_device()[0] == "cpu" else None
-    every = world.gather_values([threads, cores], "every rank's threads and cores")
-    for host, (_, count) in dict(zip(hosts, every, strict=True)).items():
-        if count and hosts.count(host) > count:
-            warnings.append(f"{host}: {hosts.count(host)} ranks compute on {count} cores; start at most {count} there")
+    every = world.gather_values(threads, "every rank's threads")
     facts, rates = _gather_facts(config, world, hosts, data, rates)
     with world.agreeing("planning"):
         first = advised(config.plan, config.train, config.strategy, plan(facts))
-        of_ranks = tuple(replace(rank, blas_threads=here[0]) for rank, here in zip(first.ranks, every, strict=True))
+        ranks = [replace(rank, blas_threads=count) for rank, count in zip(first.ranks, every, strict=True)]
         earlier = [tuple(rank["micro_batch_sizes"]) for rank in before]  # as a trial chose them
-        if config.plan.micro_batch_sizes is None and list(map(sum, earlier)) == [rank.share for rank in of_ranks]:
-            both = zip(of_ranks, earlier, strict=True)
-            smaller = [min(rank.micro_batch_sizes, of, key=lambda s: max(s, default=0)) for rank, of in both]
-            of_ranks = tuple(replace(r, micro_batch_sizes=of) for r, of in zip(of_ranks, smaller, strict=True))
-        first = replace(first, basis=replace(first.basis, matmul_gflops=rates), ranks=of_ranks)
+        if config.plan.micro_batch_sizes is None and list(map(sum, earlier)) == [rank.share for rank in ranks]:
+            for i, (rank, sizes) in enumerate(zip(ranks, earlier, strict=True)):
+                if max(sizes, default=0) < max(rank.micro_batch_sizes, default=0):
+                    ranks[i] = replace(rank, micro_batch_sizes=sizes)
+        first = replace(first, basis=replace(first.basis, matmul_gflops=rates), ranks=tuple(ranks))
     world.require_equal("plan", json.dumps(first.decisions()))  # unlike plans would lose rows, or train them twice
-    return replace(first, warnings=(*warnings, *first.warnings))
+    return first
+
+
+def _alone(config: Config, is_resumed: bool) -> Config:
+    sizes, shares = config.plan.micro_batch_sizes, config.plan.shares or ()
+    if len(shares) > 1 and not is_resumed:
+        remedy = f"leave it out, or start {len(shares)} ranks (mpirun -n {len(shares)})"
+        raise UserError(f"plan.shares {list(shares)} has {len(shares)} numbers, but there is 1 rank; {remedy}")
+    alone = config.plan.model_copy(update={"shares": None, "micro_batch_sizes": sizes and sizes[:1]})
+    return config.model_copy(update={"plan": alone})
 
 
 def _gather_facts(
@@ -121,15 +119,14 @@ def _gather_facts(
     ranks, usual = _gather_hosts(world, hosts, rank_calibration, limit), None
     if None not in [host.calibration and nearest_curve(host.calibration.curves, key) for host in ranks]:
         rates = {}
-    elif len(set(hosts)) > 1:
-        if any(len(rates.get(host, ())) != hosts.count(host) for host in hosts):
-            rates = {}
-            for host, rate in zip(hosts, world.gather_values(hardware.quick_gflops(), RATES), strict=True):
-                rates.setdefault(host, []).append(rate)
-        left = {host: iter(of_host) for host, of_host in rates.items()}
-        ranks = [replace(rank, gflops=next(left[rank.name])) for rank in ranks]
-    else:
+    elif len(set(hosts)) == 1:
         rates, usual = {}, statistics.fmean(world.gather_values(hardware.gflops(), RATES))
+    else:
+        if any(len(rates.get(host, ())) != hosts.count(host) for host in hosts):
+            rates = {host: [] for host in hosts}
+            for host, rate in zip(hosts, world.gather_values(hardware.quick_gflops(), RATES), strict=True):
+                rates[host].append(rate)
+        ranks = [replace(rank, gflops=rates[rank.name][hosts[:i].count(rank.name)]) for i, rank in enumerate(ranks)]
     memory = None
     if block_shape is not None:
         shares = config.data.shared_prompts and tokenizer.stored_config(config.model).get("model_type") in FAMILIES
@@ -200,19 +197,16 @@ def stage_blocks(settings: PlanSettings, model: ModelSettings, world: World, hos
     memory = world.gather_values(memory_limit(settings, hosts, world).size_bytes, "every host's memory")
     with world.agreeing("planning"):
         blocks = model_shape_of(tokenizer.stored_config(model), to_divide=False).blocks
-        given = configured_blocks(settings.shares, world.size, blocks)
-        return given or apportion(blocks, memory if all(memory) else [1.0] * world.size)
+        configured = configured_blocks(settings.shares, world.size, blocks)
+        return configured or apportion(blocks, memory if all(memory) else [1.0] * world.size)
 
 
 def _shape(model: ModelSettings, to_divide: bool, is_needed: bool) -> ModelShape | None:
     """A model's dimensions; None where its config.json has other names for them, and no setting needs them."""
     dtype = model.dtype or ("float32" if model.random_init else None)
-    try:
+    with contextlib.nullcontext() if is_needed else contextlib.suppress(UserError, ValueError, TypeError):
         return model_shape_of(tokenizer.stored_config(model), dtype, to_divide=to_divide)
-    except (UserError, ValueError, TypeError):
-        if is_needed:
-            raise
-        return None
+    return None
 
 
 def _gather_hosts(

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -33,7 +32,7 @@ from lib.system.out_of_memory import Limit, OutOfMemory
 from lib.training import losses
 from lib.training.divided_world import InStages, Lockstep
 from lib.training.losses import SUMS, Figures, Metrics, figures_of, loss_and_sums, means_of
-from lib.training.optimizers import TrainedArrays, Tree, compiles, learning_rate, update_rule
+from lib.training.optimizers import TrainedArrays, Tree, compiles, update_rule
 
 MicroBatch = tuple[Batch, np.ndarray | None]  # with its reference's log-probabilities: [b, K]; of groups [b, K, C]
 
@@ -46,10 +45,8 @@ class StepRecord:
     figures: dict[str, Any]  # of this rank alone, as its record has them
     skipped: bool
     seconds: float
-    pairs: int  # of all ranks
     tokens: int  # of all ranks, without padding
     compute_seconds: list[float]  # of every rank that took part
-    bytes_sent: int
     elapsed_seconds: float  # rank 0's, from the step before to this one: the same number on every rank
 
 
@@ -88,7 +85,6 @@ class Step:
         self.rewards = [0.0, 0.0]  # bco: sum and count of all steps so far
         self.shapes: dict[object, int] = {}  # of the batches so far, with the bytes that a pass sends
         self.last_started = time.perf_counter()
-        self.rate_of: Callable[[int, int], float] = partial(learning_rate, train)
         self.trained = TrainedArrays(model)
         has_dropout = any(isinstance(part, nn.Dropout) and part._p_1 < 1 for part in model.modules())
         self.draws = has_dropout or train.neftune_noise_alpha is not None
@@ -98,8 +94,8 @@ class Step:
             state = [model.state, mx.random.state]
             self._value_and_grad = mx.compile(self._value_and_grad, inputs=state, outputs=[mx.random.state])
 
-    def __call__(self, index: int, steps: int, batches: Iterable[MicroBatch]) -> StepRecord:
-        """One step. index: its number from 0, of `steps` in the run. `batches` may raise OutOfMemory, too."""
+    def __call__(self, index: int, rate: float, batches: Iterable[MicroBatch]) -> StepRecord:
+        """One step. index: its number from 0. rate: the learning rate. `batches` may raise OutOfMemory, too."""
         started, bytes_before = time.perf_counter(), self.world.traffic.bytes_sent
         elapsed = started - self.last_started if self.world.rank == 0 else 0.0
         self.last_started = started
@@ -109,7 +105,7 @@ class Step:
         # Masks of dropout that no token's key decides: a resumed run draws the same ones.
         mx.random.seed(int(np.random.SeedSequence([self.train.seed, index, self.rank]).generate_state(1)[0]))
         if self.draws:
-            batches = losses.noisy(batches, self.train.neftune_noise_alpha, self.train.seed, index)
+            batches = noisy(batches, self.train.neftune_noise_alpha, self.train.seed, index)
         what, part, ratios, baseline, waited_seconds = f"step {index + 1}", None, None, None, 0.0
         if self.train.loss in losses.UNPAIRED_LOSSES:
             part, batches, ratios, waited_seconds = self.log_ratios(what, batches)
@@ -120,23 +116,21 @@ class Step:
         tokens = sum(batch.real_tokens for batch in counted)
         compute_seconds = time.perf_counter() - started - waited_seconds
 
-        totals, mean, norm, left_out = self.sum(part, compute_seconds, elapsed, tokens)
+        (numbers, seconds_of, bytes_of, others), mean, norm, left_out = self.sum(part, compute_seconds, elapsed, tokens)
         sync_seconds = time.perf_counter() - started - compute_seconds
-        sums, size = dict(zip(SUMS, totals, strict=False)), self.world.size
-        ranks_seconds = totals[len(SUMS) : len(SUMS) + size]
-        if failed := {rank: int(held) for rank, held in enumerate(totals[len(SUMS) + size : -2]) if held}:
+        if failed := {rank: int(held) for rank, held in enumerate(bytes_of) if held}:
             raise OutOfMemory(part.failure or "another rank's", tuple(failed), tuple(failed.values()))
+        sums = dict(zip(SUMS, numbers, strict=True))
         # Made of sums that are the same bits on every rank, so all ranks skip or none does.
         skipped = not (math.isfinite(sums["loss"]) and math.isfinite(norm.item()))
-        rate = self.rate_of(index, steps)
         if not skipped and sums["count"]:  # of a streamed batch every row may turn out to be left out
             self.feedback.update(left_out)
             if self.train.loss == "bco" and ratios is not None:
                 total, count = ratios.tolist()
                 self.rewards[:] = self.rewards[0] + self.train.beta * total, self.rewards[1] + count
             self.update.take(mean, norm, rate)
-        wait_seconds = min(max(ranks_seconds) - ranks_seconds[self.world.rank], sync_seconds)
-        seconds, bytes_sent = time.perf_counter() - started, self.world.traffic.bytes_sent - bytes_before
+        own_seconds, seconds = seconds_of[self.world.rank], time.perf_counter() - started
+        wait_seconds = min(max(seconds_of) - own_seconds, sync_seconds)
         figures = {
             "tokens": tokens,
             "tokens_per_second": tokens / seconds,
@@ -144,15 +138,14 @@ class Step:
             "grad_norm": norm.item(),
             "learning_rate": rate,
             "skipped": skipped,
-            "compute_seconds": ranks_seconds[self.world.rank],
+            "compute_seconds": own_seconds,
             "sync_seconds": sync_seconds - wait_seconds,
             "wait_seconds": wait_seconds,
             "peak_memory_bytes": mx.get_peak_memory(),
-            "bytes_sent": bytes_sent,
+            "bytes_sent": self.world.traffic.bytes_sent - bytes_before,
             "traces": len(self.shapes),  # distinct batch shapes so far: each is compiled once
         }
-        means, pairs, all_tokens = means_of(sums, self.train), int(sums["pairs"]), int(totals[-2])
-        return StepRecord(means, figures, skipped, seconds, pairs, all_tokens, ranks_seconds, bytes_sent, totals[-1])
+        return StepRecord(means_of(sums, self.train), figures, skipped, seconds, int(others[0]), seconds_of, others[1])
 
     def forward_backward(
         self, what: str, batches: Iterable[MicroBatch], counted: list[Batch], baseline: mx.array | None
@@ -244,31 +237,45 @@ class Step:
 
     def sum(
         self, part: RankSums, compute_seconds: float, elapsed_seconds: float, tokens: int
-    ) -> tuple[list[float], Tree, mx.array, compression.Arrays]:
+    ) -> tuple[list[list[float]], Tree, mx.array, compression.Arrays]:
         """Every rank's numbers, summed; mean gradients and their norm; what compression left out of them. The numbers:
-        SUMS, every rank's compute seconds, its bytes where memory ran out, all tokens, rank 0's seconds."""
-        seconds, failed_bytes = self._beside_others(compute_seconds), self._beside_others(part.failed_bytes)
-        vector = mx.concatenate([part.sums, mx.array([*seconds, *failed_bytes, float(tokens), elapsed_seconds])])
+        SUMS; every rank's compute seconds; its bytes where memory ran out; all tokens and rank 0's seconds."""
+        of_ranks = np.zeros((2, self.world.size))
+        of_ranks[:, self.world.rank] = compute_seconds, part.failed_bytes
+        beside = mx.array([*of_ranks.flat, tokens, elapsed_seconds], mx.float32)
         # Names are bound anew: a rank has no room for its gradients beside the sum, nor for the sum beside the mean.
         gradients, part.gradients = part.gradients, None
         if gradients is None:  # no row of this step is this rank's, or memory ran out
             gradients = tree_map(lambda p: mx.zeros(p.shape), self.model.trainable_parameters())
+        vector = mx.concatenate([part.sums, beside])
         gradients, totals, left_out = compression.sum_gradients(self.world, gradients, vector, self.sync, self.feedback)
         at = SUMS.index("count")  # a slice: with an index CUDA would compile a gathering kernel for it
         gradients, squares = self.update.mean(gradients, totals[at : at + 1].squeeze())
         norm = mx.sqrt(self.world.sum_of_all(squares))
         mx.eval(norm, totals)
-        return totals.tolist(), gradients, norm, left_out
-
-    def _beside_others(self, number: float) -> list[float]:
-        """This rank's number in its place, zeros for the others."""
-        return [float(number) if rank == self.world.rank else 0.0 for rank in range(self.world.size)]
+        ends = np.cumsum([part.sums.size, self.world.size, self.world.size])
+        return [of.tolist() for of in np.split(np.array(totals), ends)], gradients, norm, left_out
 
 
 def arrays_beside(batch: Batch, reference: np.ndarray | None) -> tuple[mx.array | None, mx.array | None]:
     """What a loss takes beside the log-probabilities, one row for each of the batch: the reference's, and labels."""
     logps = None if reference is None else mx.array(batch.padded(reference))
     return logps, None if batch.labels is None else mx.array(batch.padded(batch.labels))
+
+
+def noisy(batches: Iterable[MicroBatch], alpha: float | None, seed: int, step: int) -> Iterator[MicroBatch]:
+    """Micro-batches with every token's key, for dropout, and the scale of NEFTune's noise, but for the model's sqrt(D).
+    Jain et al. 2023, arXiv:2310.05914, algorithm 1: each number of a token's embedding gets alpha / sqrt(L D) times a
+    number drawn evenly from [-1, 1], L being the row's longest sequence. The seed, the step, the row and the token's
+    index decide it, so not how rows are laid out."""
+    for batch, reference in batches:
+        rows, numbers = batch.places.T
+        seeds = [np.random.SeedSequence([seed, step, int(row)]).generate_state(1)[0] for row in batch.rows]
+        keys = np.stack([np.array(seeds, np.uint32)[rows], numbers.astype(np.uint32)], axis=1)
+        scales = None
+        if alpha is not None:
+            scales = np.where(rows >= 0, alpha / np.sqrt(batch.longest[rows]), 0).astype(np.float32)
+        yield replace(batch, noise_keys=keys, noise_scales=scales), reference
 
 
 # Orders of magnitude, by device: FLOP/s in matrix products, seconds to launch a block's kernels, both ways.

@@ -16,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from lib.config.settings import Config, ModelSettings, TrainSettings
+from lib.config.settings import Config
 from lib.data.batch import BatchShape, batch_shape_of, collate_trained, need_of, real_tokens
 from lib.data.dataset import Dataset, Example
 from lib.data.order import epoch_order, micro_batches, split
@@ -28,6 +28,7 @@ from lib.plan.cost import Pace, pace_of
 from lib.plan.plan import ClusterPlan
 from lib.training.inputs import Inputs
 from lib.training.losses import UNPAIRED_LOSSES, figures_of, needs_mismatched, needs_reference
+from lib.training.reference_model import is_in_steps
 
 FEW, MORE = 1, 4  # of its blocks
 LOOK_SECONDS, LOOKS = 1.0, 6  # that looks at a micro-batch may take; how many there are at most
@@ -45,7 +46,7 @@ class Seconds(NamedTuple):
     step: list[float]  # forward and backward of a micro-batch, for each of `figures`
     forward: float  # of them, for a forward pass alone
     answer: float  # one more token of each of a batch of answers
-    trial: float  # in which that was found
+    trial: float  # in which that was measured
 
 
 def figures(shape: BatchShape, blocks: int) -> list[float]:
@@ -59,22 +60,23 @@ def pace(
     """How fast a run will be: by curves; else on a CPU by a few blocks, which all ranks try now, elsewhere by matrix
     products; and by a step that was tried (its seconds, with its rows' reference). And the plan, in the micro-batches
     that those blocks say are fastest, where timings may decide something and nothing is resumed."""
-    blocks, data = block_list_of(model), inputs.data
-    known = pace_of(plan, config.model.method, device(), tried, asks_in_steps(config.train, config.model))
+    blocks, data, own = block_list_of(model), inputs.data, list[object]()
+    in_steps = needs_reference(config.train) and is_in_steps(config.model, world)
+    expected = pace_of(plan, config.model.method, device(), tried, in_steps)
     if plan.calibrated or plan.divides_model or not isinstance(data, Dataset) or not blocks:
-        return known, plan
-    trial, mine = BlockTrial(config, model, blocks, data), list[object]()
+        return expected, plan
+    trial = BlockTrial(config, model, blocks, data)
     if device() == "cpu":
         with contextlib.suppress(Exception):  # of a family that counts on all of its blocks: only a figure is lost
-            mine = [*trial.seconds(max(plan.micro_batch_sizes[world.rank], default=1))]
-    every = [json.loads(text) for text in world.gather_text(json.dumps(mine), "every rank's blocks")]
+            own = [*trial.seconds(max(plan.micro_batch_sizes[world.rank], default=1))]
+    every = world.gather_values(own, "every rank's blocks")
     if not all(every):
-        return known, plan
+        return expected, plan
     ranks = [Seconds(*of_rank) for of_rank in every]
     if config.plan.replan and config.plan.micro_batch_sizes is None and not resume:
         plan = trial.fastest(plan, ranks)
         world.require_equal("plan", json.dumps(plan.decisions()))
-    return trial.pace(plan, ranks, inputs.valid, tried), plan
+    return trial.pace(plan, ranks, inputs.valid, tried, in_steps), plan
 
 
 @dataclass(frozen=True)
@@ -91,23 +93,24 @@ class BlockTrial:
     def seconds(self, most: int) -> Seconds:
         """What this rank takes, by micro-batches of at most `most` rows: a very short one, usual and long ones."""
         cannot_share_prompts(self.model)  # notes it
-        began = time.perf_counter()
-        ascending, blocks = np.argsort(self.lengths, kind="stable"), min(MORE, len(self.blocks))
-        known, times, middle, forward = list[list[float]](), list[float](), int(ascending[len(ascending) // 2]), 1.0
+        began, ascending = time.perf_counter(), np.argsort(self.lengths, kind="stable")
+        middle, blocks, forward = len(ascending) // 2, min(MORE, len(self.blocks)), 1.0
+        features, times = list[list[float]](), list[float]()
         for quantile in (None, *QUANTILES):
             at, size = int((quantile or 0.5) * (len(ascending) - 1)), 1
             if quantile is not None:  # as many rows as the first look allows, a token at a time
-                a_row = times[0] / known[0][1] * self.lengths[ascending[at]]
+                a_row = times[0] / features[0][1] * self.lengths[ascending[at]]
                 size = max(1, min(most, len(ascending), int(LOOK_SECONDS / a_row)))
             start = min(at, len(ascending) - size)
             shape, inputs = self._batch(ascending[start : start + size].tolist(), quantile is None)
             self.model.train()
             times.append(self._timed(nn.value_and_grad(self.model, partial(self._states, inputs)), blocks) / blocks)
-            known.append(figures(shape, 1)[:-1])
+            features.append(figures(shape, 1)[:-1])
             if quantile == QUANTILES[0]:
                 self.model.eval()
                 forward = min(1.0, self._timed(partial(self._states, inputs), blocks) / blocks / times[-1])
-        a_block, (shape, inputs) = non_negative_fit(np.array(known), np.array(times)), self._batch([middle], False)
+        a_block = non_negative_fit(np.array(features), np.array(times))
+        shape, inputs = self._batch([int(ascending[middle])], False)
         self.model.train()
         head = self._timed(nn.value_and_grad(self.model, partial(self._figures, inputs)), FEW)
         head -= FEW * float(np.dot(a_block, figures(shape, 1)[:-1]))
@@ -181,9 +184,11 @@ class BlockTrial:
     def step_seconds(self, data: Dataset, parts: Sequence[np.ndarray], size: int, rank: Seconds) -> np.ndarray:
         """Forward and backward seconds of each step, float64 [parts]: its rows, ascending, `size` at a time."""
         sizes, blocks = data.trained, len(self.blocks)
-        shape_of = lambda rows: self.shape_of(*(of_all[rows] for of_all in sizes))  # noqa: E731
-        known = [[figures(shape_of(rows), blocks) for rows in micro_batches(part, size)] for part in parts]
-        return np.array([(np.array(of_step).reshape(-1, len(rank.step)) @ rank.step).sum() for of_step in known])
+
+        def seconds(rows: np.ndarray) -> float:
+            return float(np.dot(figures(self.shape_of(*(of_all[rows] for of_all in sizes)), blocks), rank.step))
+
+        return np.array([sum(map(seconds, micro_batches(part, size))) for part in parts])
 
     def fastest(self, plan: ClusterPlan, ranks: Sequence[Seconds]) -> ClusterPlan:
         """The plan in the micro-batches that take its rows least time, where they are worth a change."""
@@ -212,8 +217,11 @@ class BlockTrial:
         order = epoch_order(data.lengths, train.seed, 0, train.global_batch_size, segments=data.segments)
         return micro_batches(order, train.global_batch_size)
 
-    def pace(self, plan: ClusterPlan, ranks: Sequence[Seconds], valid: Dataset | None, tried: float | None) -> Pace:
-        """A step takes as long as its slowest rank, or as the mean of a trial's second and third (`tried`)."""
+    def pace(
+        self, plan: ClusterPlan, ranks: Sequence[Seconds], valid: Dataset | None, tried: float | None, in_steps: bool
+    ) -> Pace:
+        """A step takes as long as its slowest rank, or as the mean of a trial's second and third (`tried`). in_steps:
+        whether steps compute the reference of rows that are new to it."""
         train, evaluate, epoch = self.config.train, self.config.evaluate, self.batches
         sizes = [max(rank.micro_batch_sizes, default=1) for rank in plan.ranks]
         forward, passes = max(rank.forward for rank in ranks), 1 + needs_mismatched(train.loss)
@@ -234,27 +242,22 @@ class BlockTrial:
         if tried is not None:
             again = [split(epoch[i % len(epoch)], self.lengths, plan.shares) for i in (1, 2)]
             are_new = np.array([1, 2]) < len(epoch)
-            asked = are_new * asks_in_steps(train, self.config.model) * forward * passes
-            scale = tried / max(float((seconds(again) * (extra + asked)).mean()), 1e-9)
+            scale = tried / max(float((seconds(again) * (extra + are_new * in_steps * forward * passes)).mean()), 1e-9)
             basis = "a step that was tried"
         answer, trial = (max(seconds) for seconds in list(zip(*ranks, strict=True))[2:])
         return Pace(scale * extra * float(once.mean()), scale * row, scale * held_out, answer, basis, trial)
 
 
-def non_negative_fit(known: np.ndarray, seconds: np.ndarray) -> list[float]:
-    """Non-negative least squares, errors in proportion: float64 [f]. known: [n, f]; seconds: [n]."""
-    scaled, found = known / seconds[:, None], np.zeros(known.shape[1])
+def non_negative_fit(features: np.ndarray, seconds: np.ndarray) -> list[float]:
+    """Non-negative least squares, errors in proportion: float64 [f]. features: [n, f]; seconds: [n]."""
+    scaled, fit = features / seconds[:, None], np.zeros(features.shape[1])
     unit = np.maximum(np.abs(scaled).max(axis=0), 1e-300)
-    left = list(range(known.shape[1]))
+    left = list(range(len(fit)))
     while left:
-        fit = np.linalg.lstsq((scaled / unit)[:, left], np.ones(len(seconds)), rcond=None)[0]
+        fit[left] = np.linalg.lstsq((scaled / unit)[:, left], np.ones(len(seconds)), rcond=None)[0]
         if fit.min() >= 0:
-            found[left] = fit
             break
-        left.pop(int(np.argmin(fit)))
-    return list(found / unit)
-
-
-def asks_in_steps(train: TrainSettings, model: ModelSettings) -> bool:
-    """Whether steps compute the reference of rows that are new to it."""
-    return needs_reference(train) and model.reference == "initial" and model.method != "full"
+        lowest = left[int(np.argmin(fit[left]))]
+        left.remove(lowest)
+        fit[lowest] = 0.0
+    return list(fit / unit)
