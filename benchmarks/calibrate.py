@@ -305,9 +305,6 @@ def measure_curve(
         )
     if fault := measure_in_rounds(prober, found, QUICK_ROUNDS if options.quick else ROUNDS, row):
         warn(f"the sizes could not be measured in rounds: {fault}")
-    speeds = prober.ask("passes", seconds=1.0, batch_size=found.best, **row)
-    if isinstance(speeds, str):
-        warn(f"the reference pass and generation could not be measured: {speeds}")
     return BatchCurve(
         points=tuple(found.points()),
         key=key,
@@ -318,7 +315,6 @@ def measure_curve(
         measured_at=calibration.time_now(),
         versions=hardware.versions(),
         note=lost,
-        **(speeds if isinstance(speeds, dict) else {}),
     )
 
 

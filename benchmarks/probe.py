@@ -3,7 +3,7 @@
     python benchmarks/probe.py '{"kind": "machine", "seconds": 2}'
 
 benchmarks/calibrate.py asks, in JSON; the last line printed is the answer. What is timed is what training
-runs: the same step, reference pass and model, on rows of random tokens.
+runs: the same step and model, on rows of random tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mlx.utils import tree_flatten  # noqa: E402
 from lib.config.settings import Config  # noqa: E402
 from lib.data import tokenizer  # noqa: E402
 from lib.data.batch import Batch, collate_trained  # noqa: E402
-from lib.data.dataset import Dataset, Example  # noqa: E402
+from lib.data.dataset import Example  # noqa: E402
 from lib.data.order import prefetch  # noqa: E402
 from lib.distributed.world import World  # noqa: E402
 from lib.errors import UserError  # noqa: E402
@@ -52,7 +52,6 @@ from lib.training import (
     divided_world,  # noqa: E402
     losses,  # noqa: E402
 )
-from lib.training import reference_model as scoring  # noqa: E402
 from lib.training.optimizers import make_optimizer
 from lib.training.step import Step  # noqa: E402
 
@@ -195,44 +194,6 @@ def rounds(request: dict[str, Any]) -> dict[str, Any]:
     return {"rounds": taken, "peak_memory_bytes": peak}
 
 
-def passes(request: dict[str, Any]) -> dict[str, Any]:
-    """The reference pass and greedy generation: reference_pairs_per_second, generation_tokens_per_second."""
-    from mlx_lm.generate import generate_step
-
-    config = Config.model_validate(request["config"])
-    model = trainable_model(config)
-    rows = examples(request["batch_size"], request, config)
-    pieces = [piece for row in rows for piece in (row.prompt_ids, *row.completions)]
-    bounds = np.cumsum([0, *map(len, pieces)])
-    evaluating = config.evaluate.model_copy(update={"batch_size": request["batch_size"]})
-    passes_config = config.model_copy(update={"evaluate": evaluating})
-    mismatched = losses.needs_mismatched(config.train.loss)
-    known = ("random tokens", config.record_kind, "", "")
-    dataset = Dataset(*known, np.concatenate(pieces), bounds, has_mismatched=mismatched)
-
-    def reference() -> None:
-        scoring.dataset_logps(model, dataset, World(), [1], passes_config)
-
-    count = 16
-    prompt = mx.array(rows[0].prompt_ids if len(rows[0].prompt_ids) else rows[0].completions[0])
-    tokens_seconds: list[float] = []
-
-    def generate() -> None:
-        model.eval()
-        began = time.perf_counter()
-        for index, _ in enumerate(generate_step(prompt, model, max_tokens=count)):
-            if index == 0:  # the prompt's pass
-                began = time.perf_counter()
-        tokens_seconds.append((time.perf_counter() - began) / (count - 1))
-
-    seconds = measure({0: reference}, request["seconds"] / 2)[0]
-    measure({0: generate}, request["seconds"] / 2)
-    return {
-        "reference_pairs_per_second": len(rows) / float(np.median(seconds)),
-        "generation_tokens_per_second": 1 / float(np.median(tokens_seconds)),
-    }
-
-
 def machine(request: dict[str, Any]) -> dict[str, Any]:
     """Matrix multiplication and copying: {"gflops", "memory_bytes_per_second"}."""
     dtype = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16  # the fast type there
@@ -268,7 +229,7 @@ def machine(request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     try:
-        kinds = {"step": step, "rounds": rounds, "passes": passes, "machine": machine}
+        kinds = {"step": step, "rounds": rounds, "machine": machine}
         answer = kinds[REQUEST["kind"]](REQUEST)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

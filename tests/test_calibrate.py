@@ -24,8 +24,6 @@ with open({log!r}, "a") as log:
     log.write(request["kind"] + " " + str(request.get("batch_size")) + "\\n")
 if request["kind"] == "machine":
     answer = {{"gflops": 100.0, "memory_bytes_per_second": 1e10}}
-elif request["kind"] == "passes":
-    answer = {{"reference_pairs_per_second": 50.0, "generation_tokens_per_second": 20.0}}
 elif request["kind"] == "rounds":
     answer = {{"rounds": {{n: [{once} + 0.01 + 0.002 * n] * 3 for n in request["sizes"]}}, "peak_memory_bytes": 1}}
 else:
@@ -91,14 +89,14 @@ def test_too_few_points_are_one_clear_line(run: Run) -> None:
 
 def test_only_what_is_stale_is_measured_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     status, first, asked, _ = run("--quick")
-    assert status == 0 and first["measured"] == len(asked) == 8  # five sizes, rounds, passes, the machine
+    assert status == 0 and first["measured"] == len(asked) == 7  # five sizes, rounds, the machine
     assert run("--quick")[1]["measured"] == 0
-    assert len(run("--quick", "--refresh")[2]) == 8
-    assert [one.split()[0] for one in run("--quick", "model.method=full")[2]] == ["step"] * 5 + ["rounds", "passes"]
+    assert len(run("--quick", "--refresh")[2]) == 7
+    assert [one.split()[0] for one in run("--quick", "model.method=full")[2]] == ["step"] * 5 + ["rounds"]
     assert "step 2" in run()[2], "a quick curve is not thorough"
     assert run("--quick")[2] == []
     monkeypatch.setattr(hardware, "versions", lambda: {"mlx": "99"})
-    assert len(run("--quick")[2]) == 8
+    assert len(run("--quick")[2]) == 7
 
 
 SHAPES = {

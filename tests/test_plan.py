@@ -239,11 +239,6 @@ def test_every_strategy_is_predicted_and_the_reason_given() -> None:
     assert set(plan.rows()[0]) >= {"rank", "host", "share", "micro-batches", "planned GB"}
 
 
-def test_one_machine_has_no_efficiency() -> None:
-    plan = planned([host("a", 128)])
-    assert plan.efficiency is None and plan.predictions[0].efficiency is None and plan.predictions[0].chosen
-
-
 def test_hosts_without_a_curve() -> None:
     """By matrix products as measured, else equal shares."""
     known = calibrated("a", {1: 10.0, 4: 30.0})

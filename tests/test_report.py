@@ -234,16 +234,6 @@ def test_a_run_leaves_one_page_that_needs_no_other_and_a_model_card(tmp_path: Pa
     assert dashboard.main(["--export", str(run)]) == 0 and (run / "report.html").exists()
 
 
-def test_a_folders_name_is_shown_and_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "a\x1b]0;x\x07"
-    tracker = PerformanceTracker(run / "logs" / "rank-000.jsonl", 0, "a")
-    tracker.record("start")
-    tracker.close()
-    assert dashboard.main(["--export", str(run)]) == 0
-    said = capsys.readouterr().out
-    assert "a␛]0;x␇/report.html" in said and "\x1b" not in said
-
-
 def test_what_a_model_says_is_text_on_the_page(tmp_path: Path) -> None:
     tracker = PerformanceTracker(tmp_path / "logs" / "rank-000.jsonl", 0, "a")
     tracker.record("start")

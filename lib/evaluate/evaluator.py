@@ -46,9 +46,8 @@ class Evaluator:
         values, cut, began = Metrics(), dict[str, int](), time.perf_counter()
         with run.say.doing("evaluating"):
             if valid is not None:
-                is_reference = run.progress.step == 0 and settings.model.reference == "initial"
-                policy = self.reference if is_reference else None
-                if policy is None:
+                policy = self.reference  # which the policy is, before the first step
+                if policy is None or run.progress.step or settings.model.reference != "initial":
                     policy = dataset_logps(run.model, valid, world, shares, settings)
                 values |= metrics_of(valid, policy, self.reference, settings.train)
             if questions and run.inputs.tokenizer is not None:

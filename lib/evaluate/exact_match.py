@@ -29,8 +29,9 @@ def greedy(
     """The greedy continuation of every prompt, on every rank, and how many have no end within max_tokens, which `say`
     prints. Ranks take prompts by their shares, or equally many."""
     workers = world.workers
-    ends = np.cumsum(divide_rows(len(prompts), shares if shares and workers.size > 1 else [1] * workers.size)).tolist()
-    rows = range(ends[workers.rank - 1] if workers.rank else 0, ends[workers.rank])
+    counts = divide_rows(len(prompts), shares if shares and workers.size > 1 else [1] * workers.size)
+    first = int(sum(counts[: workers.rank]))
+    rows = range(first, first + int(counts[workers.rank]))
     tokens = np.zeros((len(prompts), max_tokens + 2), np.int32)  # whether it was cut, a length, then that many tokens
     sampler = Sampler(model, tokenizer, GreedySampling(max_tokens), world)
     with workers.together("greedy answers", passes=len(rows)):

@@ -79,8 +79,6 @@ class BatchCurve(Stored):
     key: CurveKey | None = None  # None: published without saying for which model
     step_overhead_seconds: NonNegative = 0.0  # once a step: the update, ...
     gradient_bytes: PositiveInt | None = None  # what a step's collective carries
-    reference_pairs_per_second: PositiveFloat | None = None
-    generation_tokens_per_second: PositiveFloat | None = None
     slowdown_together: PositiveFloat | None = None  # time while all ranks work, over the time alone
     quick: bool = False
     source: str = "measured"

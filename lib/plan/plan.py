@@ -259,11 +259,8 @@ class ClusterPlan:
         return stored | {
             **{name: getattr(self, name) for name in DERIVED},
             "ranks": ranks,
-            "rounds": None,
             "parts": list(map(asdict, self.parts)),
             "stages": list(map(asdict, self.stages)),
-            "merges": self.rounds and self.rounds.merges,
-            "merging": self.rounds.reason if self.rounds else "",
             "key": self.basis.key and self.basis.key.model_dump(mode="json"),
             "matmul_gflops": dict(self.basis.matmul_gflops),
         }

@@ -166,8 +166,8 @@ def _prediction(facts: PlanFacts, plan: ClusterPlan, division: Division) -> Pred
         links = [link for host in facts.hosts if host.calibration for link in host.calibration.links]
         latency = min((link.latency_seconds for link in links if link.backend == "nccl"), default=0.0)
         latency *= facts.backend == "nccl"
-        sums = [facts.sum_seconds(size) - latency for size in messages.tolist()]
-        sums = sums if facts.link_is_measured else [ASSUMED_LINK.seconds(size) for size in messages.tolist()]
+        of_sum = facts.sum_seconds if facts.link_is_measured else ASSUMED_LINK.seconds
+        sums = [of_sum(size) - latency for size in messages.tolist()]
         sums_per_batch = 4 * shape.blocks + bool(division.vocabulary) + divides_head
         seconds = max(computes) + sums_per_batch * sum(max(0.0, each) for each in sums)
         efficiency = plan.global_batch_size / seconds / sum(map(solo_pairs_per_second, curves))
