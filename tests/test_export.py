@@ -194,7 +194,13 @@ def test_what_of_peft_has_no_counterpart_is_named(change: dict[str, Any], words:
 
 @pytest.mark.parametrize(
     "spelling",
-    [(".weight", ".default.weight"), (".weight", ".a-b.weight"), ("model.layers.", "model.language_model.layers.")],
+    [
+        (".weight", ".default.weight"),
+        (".weight", ".a-b.weight"),
+        ("model.layers.", "model.language_model.layers."),
+        ("base_model.", "module._orig_mod.base_model."),
+        (".self_attn.", "._checkpoint_wrapped_module.self_attn."),
+    ],
 )
 def test_pefts_other_spellings_are_matched(spelling: tuple[str, str], tmp_path: Path) -> None:
     shutil.copytree(PEFT / "llama-lora", tmp_path / "adapter")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lib.system import mpi_and_blas
 from lib.system.records import read_records
 from tests import tiny
 from tests.tiny import ROOT
@@ -69,3 +70,15 @@ def test_killed_anywhere_and_resumed_is_bit_identical(tmp_path: Path, words: lis
         for run in (whole, killed)
     ]
     assert evaluated[0] == evaluated[1]
+
+
+def test_a_killed_rank_under_mpirun_leaves_word_how_to_go_on(tmp_path: Path) -> None:
+    words = [*tiny.settings(tmp_path), "--config", str(tiny.config_file(tmp_path)), "train.steps=5000", "run.name=r"]
+    command = [str(mpi_and_blas.mpirun_path()), "-n", "2", sys.executable, str(ROOT / "train.py"), *words]
+    life = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while life.poll() is None and steps_in(tmp_path / "runs/r") < 3:
+        time.sleep(0.02)
+    ranks = subprocess.run(["pgrep", "-P", str(life.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(ranks[-1]), signal.SIGKILL)
+    said = life.communicate(timeout=60)[1]
+    assert life.returncode and f"go on with --resume {tmp_path / 'runs/r'}" in said, said

@@ -10,11 +10,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from lib.distributed.connection import Channel, Listener, connect, run_key
@@ -57,6 +60,32 @@ def start(rank: int) -> None:
         thread.join(2 * BEAT_SECONDS)
 
     atexit.register(end)
+
+
+def report_termination(rank: int) -> None:
+    """Says at SIGTERM how to go on with the run, where no launcher does: mpirun sends it to the others where a rank is
+    gone. A thread waits for it: the main one may wait for that rank, and Python runs no handler there."""
+    if WATCHER in os.environ:
+        return
+    signals, sender = socket.socketpair()
+    sender.setblocking(False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(sender.fileno())
+
+    def wait() -> None:
+        while (number := signals.recv(1)[0]) not in (0, signal.SIGTERM):
+            pass
+        if number:
+            from lib.system import terminal  # brings rich, which a rank's start does not need
+
+            why = f"rank {rank} got SIGTERM, as where another rank is gone"
+            terminal.error(f"{why}; {terminal.way_on(Path(_facts['run']) if 'run' in _facts else None)}", "stopped")
+            os._exit(128 + signal.SIGTERM)
+
+    thread = threading.Thread(target=wait, name="termination", daemon=True)
+    thread.start()
+    atexit.register(thread.join)
+    atexit.register(sender.send, b"\0")  # the last one registered is called first
 
 
 @contextlib.contextmanager

@@ -354,6 +354,8 @@ def start(launch: Launch, timeout_seconds: float = 600.0) -> World:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     if launch.size == 1:
         return World(timeout_seconds=timeout_seconds)
+    if launch.backend == "mpi":
+        heartbeat.report_termination(launch.rank)
     stream = mx.gpu if launch.backend == "nccl" else mx.cpu
     world = World(launch.rank, launch.size, lambda: None, stream, timeout_seconds, launch.backend or "")
     with world.deadline(f"all {launch.size} ranks to join over {launch.backend}"):

@@ -65,6 +65,9 @@ EXPERTS |= {
     for name, theirs in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3"))
 }
 
+# What torch.compile, DDP and FSDP put into names, and where transformers has a model's text part.
+WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|default)\.")
+TEXT_PART = re.compile(r"(?<![^.])(language_model|text_model)\.(model\.)?")
 # The adapter's name in an array's, which saving by hand leaves in: layer.lora_A.NAME.weight.
 ADAPTER_NAME = re.compile(r"(\.lora_\w+)\.(?!weight$)[^.]+(?=\.weight$|$)")
 MERGED = "merge it with peft's merge_and_unload(), save that, and give the folder as model.path without model.adapter"
@@ -182,7 +185,7 @@ def our_arrays(arrays: Mapping[str, mx.array], where: str) -> dict[str, mx.array
 
 def _layer_and_part(name: str, where: str) -> tuple[str, str]:
     """Of an array's name in PEFT's file: the layer, and what we call its part."""
-    plain = ADAPTER_NAME.sub(r"\1", name.replace(".default", ""))
+    plain = WRAPPERS.sub("", ADAPTER_NAME.sub(r"\1", name))
     while plain.startswith(PREFIX):
         plain = plain.removeprefix(PREFIX)
     for theirs, ours in PARTS.items():
@@ -232,12 +235,16 @@ def require_settings(
 
 
 def with_names_of(model: nn.Module, adapter: PeftAdapter) -> PeftAdapter:
-    """The adapter by the model's names: transformers puts `language_model` in that mlx-lm may not have, or lacks it."""
+    """The adapter by the model's names: transformers puts a text part in that mlx-lm may not have, or lacks it."""
     names = {name for name, _ in model.named_modules()}
-    by_plain_name = {name.replace("language_model.", ""): name for name in names}
+
+    def plain(name: str) -> str:
+        return TEXT_PART.sub("", name).removeprefix("model.")
+
+    by_plain_name = {plain(name): name for name in names}
 
     def ours(layer: str) -> str:
-        return layer if layer in names else by_plain_name.get(layer.replace("language_model.", ""), layer)
+        return layer if layer in names else by_plain_name.get(plain(layer), layer)
 
     split = ((name.rpartition("."), array) for name, array in adapter.arrays.items())
     arrays = {f"{ours(layer)}.{part}": array for (layer, _, part), array in split}
