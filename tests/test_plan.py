@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,14 @@ from lib.model.partition import model_shape_of
 from lib.plan import __main__ as machines
 from lib.plan import plan_warnings
 from lib.plan.calibration import BatchCurve, read_published
-from lib.plan.cost import Work, memory_text, outlook, pace_of
+from lib.plan.cost import Pace, Work, memory_text, outlook, pace_of
 from lib.plan.facts import RankHost
 from lib.plan.pipeline import Cut, Hop, Keeps, best_cut, cut_at, depths, operations, step_seconds
 from lib.plan.plan import ClusterPlan, plan_cluster
 from lib.plan.sharded import within
 from lib.plan.shares import distribute_work
 from lib.plan.strategy import LEAST_MERGES, MERGE_COST, longest_round, steps_per_round
+from lib.report import console
 from tests.planning import (
     KEY,
     LINK,
@@ -275,6 +277,22 @@ def test_what_a_run_will_take() -> None:
     assert plan.basis.step_seconds == pytest.approx(32 / 10.9, rel=0.25) and memory_text(plan).endswith("of 140 GB")
     hosts = [RankHost(name, None, None, "metal", 1e4, 14 * GB) for name in "ab"]
     assert memory_text(planned(hosts, shape=SHAPE, memory=MEMORY)).endswith("of 14 GB")
+
+
+class FewRows(list[int]):
+    """As much of a data set as the expected time looks at."""
+
+    trained = np.full(8, 4), np.full((8, 2), 8), np.full((8, 2), 4)
+
+
+@pytest.mark.parametrize(("reference", "passes"), [("initial", 1), ("other", 2)])
+def test_the_expected_time_counts_every_pass_over_the_held_out_rows(reference: str, passes: int) -> None:
+    """Two evaluations: another model's reference saves no pass of the policy."""
+    config = sections(f"model.reference={reference}", "evaluate.samples=0")
+    inputs: Any = SimpleNamespace(data=FewRows(range(8)), valid=FewRows(range(10)), questions=[], tokenizer=None)
+    pace = Pace(step=1.0, row=1.0, held_out_row=1.0, answer_token=0.0, basis="curves")
+    text = console.expected(config.model, config.train, config.evaluate, inputs, planned([None]), pace, 3)
+    assert f"reference 18 s, evaluation {10 * passes} s" in text
 
 
 def test_ranks_of_one_machine_share_its_speed_and_memory() -> None:

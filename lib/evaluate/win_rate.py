@@ -121,12 +121,12 @@ def summarise(lines: Sequence[JSON], looks_at_order: bool) -> JSON:
     return figures | {"win_rate": rate, "interval": wilson(rate, prompts)}
 
 
-def wilson(rate: float, count: int, z: float = Z95) -> tuple[float, float]:
+def wilson(rate: float, count: int) -> tuple[float, float]:
     """The score interval of a rate over so many prompts (Wilson, JASA 22, 1927, p. 209). With ties, which count as a
     half, it is wider than it has to be: of values between 0 and 1 with mean p none have a larger variance than p (1 -
     p), that of wins and losses alone."""
-    middle = (rate + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
+    middle = (rate + Z95**2 / (2 * count)) / (1 + Z95**2 / count)
+    half = Z95 / (1 + Z95**2 / count) * math.sqrt(rate * (1 - rate) / count + Z95**2 / (4 * count * count))
     return max(0.0, middle - half), min(1.0, middle + half)
 
 

@@ -17,6 +17,7 @@ from lib.plan import shares as work
 from lib.plan.calibration import BatchCurve, CurveKey
 from lib.plan.shares import split_evenly_sized
 
+SHOWN_NUMBERS = 8  # shares or blocks, in a line
 DERIVED: tuple[str, ...] = (
     "calibrated",
     "steps_per_round",
@@ -339,6 +340,6 @@ def plan_cluster(
     return ClusterPlan("synchronous", global_batch_size, tuple(ranks), sync_seconds, reason)
 
 
-def sum_of(numbers: Sequence[object], most: int = 8) -> str:
+def sum_of(numbers: Sequence[object]) -> str:
     """The first of them, as they are shown: "24 + 8"."""
-    return " + ".join(map(str, numbers[:most])) + (" + ..." if len(numbers) > most else "")
+    return " + ".join(map(str, numbers[:SHOWN_NUMBERS])) + " + ..." * (len(numbers) > SHOWN_NUMBERS)

@@ -74,11 +74,10 @@ def describe(event: Record) -> str:
     return f"{at}{event.get('text') or kind}"
 
 
-def rounds(run: RunHistory, rank: int = 0) -> dict[int, Record]:
-    """A rank's records of rounds by their numbers; of a round that was taken again the newest."""
+def rounds(run: RunHistory) -> dict[int, Record]:
+    """Rank 0's records of rounds by their numbers; of a round that was taken again the newest."""
     needed = {"round", "answers", "held_out"}
-    events = [event for event in run.events if event["kind"] == "round" and event.get("rank") == rank]
-    return dict(sorted({event["round"]: event for event in events if needed <= event.keys()}.items()))
+    return dict(sorted({event["round"]: event for event in run.of_kind("round") if needed <= event.keys()}.items()))
 
 
 def held_out(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
