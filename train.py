@@ -59,7 +59,10 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
     from lib.training import inputs, run_facts
     from lib.training.loop import TrainingLoop
 
-    tried = run_facts.trial_step_seconds(config, world, train) if measure else None
+    def trial(folder: str) -> None:
+        train(settings.of_trial(config, folder), world, False, False)
+
+    tried = run_facts.trial_step_seconds(world, trial) if measure else None
     launched, say = time.perf_counter(), console.RunConsole(world.rank, tried)
     if not resume:
         config = config.model_copy(update={"model": inputs.with_compute_type(config.model, world, say.line)})

@@ -82,6 +82,19 @@ def _keep_batch_of_learning_rate(tree: Tree, overrides: Sequence[str]) -> None:
             train["learning_rate_batch_size"] = batch
 
 
+def of_trial(config: Config, folder: str) -> Config:
+    """The configuration of a trial: three steps in a folder of its own, and nothing but steps."""
+    changes: dict[str, dict[str, object]] = {
+        "run": {"dir": folder, "name": "trial", "pages": False, "sinks": ()},
+        "train": {"steps": 3},
+        "data": {"valid": None, "holdout": 0.0},
+        "evaluate": {"every": None, "answers": None, "samples": 0},
+        "checkpoint": {"every": None},
+    }
+    sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
+    return config.model_copy(update=sections)
+
+
 def resume(path: Path, overrides: list[str]) -> Config:
     """A run's own config.yaml, with the few changes that it may take on its way; UserError where it is another one."""
     before, after = of_run(path), of_run(path, overrides)

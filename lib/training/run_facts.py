@@ -37,13 +37,6 @@ from lib.system import hardware, model_folder
 from lib.system.out_of_memory import Limit
 from lib.system.records import read_records
 
-TRIAL: dict[str, dict[str, object]] = {  # what a trial changes
-    "run": {"name": "trial", "pages": False, "sinks": ()},
-    "train": {"steps": 3},
-    "data": {"valid": None, "holdout": 0.0},
-    "evaluate": {"every": None, "answers": None, "samples": 0},
-    "checkpoint": {"every": None},
-}
 RATES = "every rank's matrix-product rate"
 
 
@@ -57,7 +50,7 @@ def plan_run(
     """The plan that a run starts with, the same on all ranks, with what is likely to be a mistake in it. data: its
     training rows. resumed: a run that goes on."""
     if config.strategy in ("sharded", "pipelined") and world.size == 1:
-        config = _alone(config, resumed is not None)
+        config = config.model_copy(update={"plan": _alone(config.plan, resumed is not None)})
     stored: dict[str, Any] = {}  # the run's plan.json on rank 0's disk
     if resumed is not None and world.rank == 0:
         with contextlib.suppress(OSError, ValueError):
@@ -82,13 +75,13 @@ def plan_run(
     return first
 
 
-def _alone(config: Config, is_resumed: bool) -> Config:
-    sizes, shares = config.plan.micro_batch_sizes, config.plan.shares or ()
+def _alone(settings: PlanSettings, is_resumed: bool) -> PlanSettings:
+    """The settings of a divided model that one rank has whole."""
+    sizes, shares = settings.micro_batch_sizes, settings.shares or ()
     if len(shares) > 1 and not is_resumed:
         remedy = f"leave it out, or start {len(shares)} ranks (mpirun -n {len(shares)})"
         raise UserError(f"plan.shares {list(shares)} has {len(shares)} numbers, but there is 1 rank; {remedy}")
-    alone = config.plan.model_copy(update={"shares": None, "micro_batch_sizes": sizes and sizes[:1]})
-    return config.model_copy(update={"plan": alone})
+    return settings.model_copy(update={"shares": None, "micro_batch_sizes": sizes and sizes[:1]})
 
 
 def _gather_facts(
@@ -222,14 +215,13 @@ def _gather_hosts(
     ]
 
 
-def trial_step_seconds(config: Config, world: World, train: Callable[[Config, World, bool, bool], None]) -> float:
-    """Seconds of a step in a run of three, in a folder that is deleted: the slowest rank's mean without the first."""
+def trial_step_seconds(world: World, train: Callable[[str], None]) -> float:
+    """Seconds of a step in a run of three: the slowest rank's mean without the first. train: trains a trial
+    (lib/config/load.py) in a folder, which is deleted."""
     folder = world.broadcast_text(tempfile.mkdtemp(prefix="tandem-trial-") if world.rank == 0 else "")
-    values = TRIAL | {"run": TRIAL["run"] | {"dir": folder}}
-    changes = {name: getattr(config, name).model_copy(update=section) for name, section in values.items()}
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            train(config.model_copy(update=changes), world, False, False)
+            train(folder)
         records = read_records(Path(folder, "trial", "logs", f"rank-{world.rank:03d}.jsonl"))
         steps: list[Any] = [record["step_seconds"] for record in records if record["kind"] == "step"]
     finally:
