@@ -49,20 +49,21 @@ class Example:
         return cls(row, prompt, ids, label, learnt)
 
     @property
+    def masks(self) -> list[np.ndarray]:
+        """bool [C_k] each: the tokens that are trained on."""
+        return [*self.learnt] if self.learnt else [np.ones(len(ids), bool) for ids in self.completions]
+
+    @property
     def stored(self) -> list[np.ndarray]:
         """The pieces that it is made of."""
-        if self.learnt is None:
-            return [self.prompt_ids, *self.completions]
-        both = zip(self.learnt, self.completions, strict=True)
+        both = zip(self.masks, self.completions, strict=True)
         return [self.prompt_ids, *(np.where(mask, ids, ~ids) for mask, ids in both)]
 
     @property
     def scored_indices(self) -> list[np.ndarray]:
         """int64 [tokens] each: where in a completion its scored tokens are; a text's first is not (see collate)."""
         first = int(not len(self.prompt_ids))
-        if self.learnt is None:
-            return [np.arange(first, len(completion)) for completion in self.completions]
-        return [np.flatnonzero(mask[first:]) + first for mask in self.learnt]
+        return [np.flatnonzero(mask[first:]) + first for mask in self.masks]
 
 
 class Sized:

@@ -8,6 +8,7 @@ FILES are what data.train takes. Without --model nothing is tokenised: lengths a
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -60,14 +61,10 @@ def facts_of(encoder: Encoder) -> str | None:
 def picture(example: Example, tokenizer: Tokenizer, k: int, colour: str) -> Text:
     """A row as the model sees it: the prompt dim, learnt tokens in colour within ⟦⟧, others of the completion plain."""
     text = Text(tokenizer.decode(example.prompt_ids.tolist()), style="dim")
-    ids = example.completions[k].tolist()
-    mask = [True] * len(ids) if example.learnt is None else example.learnt[k].tolist()
-    start = 0
-    for index in range(1, len(ids) + 1):
-        if index == len(ids) or mask[index] != mask[start]:
-            piece = tokenizer.decode(ids[start:index])
-            text.append(f"⟦{piece}⟧" if mask[start] else piece, style=colour if mask[start] else "not dim")
-            start = index
+    both = zip(example.masks[k].tolist(), example.completions[k].tolist(), strict=True)
+    for is_learnt, part in itertools.groupby(both, key=lambda each: each[0]):
+        piece = tokenizer.decode([token for _, token in part])
+        text.append(f"⟦{piece}⟧" if is_learnt else piece, style=colour if is_learnt else "not dim")
     return text
 
 
@@ -83,14 +80,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", metavar="PATH", help="model whose tokenizer and template are used")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as train.py --help lists them")
     options = parser.parse_intermixed_args(arguments)
-    known = {key for key, *_ in help.settings()}
-    given = [*(options.inspect or ()), *options.overrides]
-    words = [word for word in given if word.partition("=")[0] in known]
-    files = [word for word in given if word not in words]
+    settings_names = {key for key, *_ in help.settings()}
+    words = [*(options.inspect or ()), *options.overrides]
+    files = [word for word in words if word.partition("=")[0] not in settings_names]
     if not files:
         parser.error("name FILES, e.g. --inspect data.jsonl train.loss=sft")
     base = {"model": {"path": options.model or "-"}, "data": {"train": files[0]}}
-    settings = load.load(None, words, base=base)
+    settings = load.load(None, [word for word in words if word not in files], base=base)
     if settings.record_kind == "group":
         raise UserError("groups of train.loss=grpo are tokenised already: train.py --dry-run looks at them")
     tokenizer, about = None, Vocabulary()
@@ -121,9 +117,8 @@ def write_tokens(
         for row in rows.examples(range(len(rows))):
             line: dict[str, object] = {"prompt_ids": row.prompt_ids.tolist()}
             for k, name in enumerate(names):
-                ids = row.completions[k].tolist()
-                mask = [1] * len(ids) if row.learnt is None else row.learnt[k].astype(int).tolist()
-                line |= {f"{name}_ids": ids, f"{name}_mask": mask}
+                line[f"{name}_ids"] = row.completions[k].tolist()
+                line[f"{name}_mask"] = row.masks[k].astype(int).tolist()
             file.write(json.dumps(line if row.label is None else line | {"label": row.label}) + "\n")
     print(f"{out}: {len(rows):,} {rows.unit} from {rows.columns}")
 
