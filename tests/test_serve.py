@@ -226,6 +226,7 @@ def test_a_client_that_leaves_ends_its_request(server: Served, key: str) -> None
 WRONG: list[tuple[int, bytes | dict[str, Any], str]] = [
     (400, b"{", "not JSON"),
     (400, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
+    (400, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "'assistant'"),
     (404, {"model": "other"}, "'other' does not exist; this server has tiny"),
     (400, {"adapters": "/tmp"}, "adapters is not a parameter"),
     (400, {"logit_bias": {"99999": 1}}, "beyond the vocabulary of 283"),

@@ -20,14 +20,14 @@ def first_conflict(config: Any) -> str | None:
     if isinstance(losses, tuple) and len(weights) not in (0, len(losses)):
         return f"train.loss_weights has {len(weights)} numbers, train.loss {len(losses)} losses; give one each"
     for is_misplaced, names, why in _misplaced(config):
-        given = [name for name in names.split() if _is_given(config, *name.split("."))] if is_misplaced else []
-        if given:
-            return f"{given[0]} {why}; leave it out"
+        changed = [name for name in names.split() if _is_set(config, *name.split("."))] if is_misplaced else []
+        if changed:
+            return f"{changed[0]} {why}; leave it out"
     rules = (_of_learning, _of_references, _of_rounds, _of_ranks)
     return next((message for of_part in rules for is_conflict, message in of_part(config) if is_conflict), None)
 
 
-def _is_given(config: Any, section: str, name: str) -> bool:
+def _is_set(config: Any, section: str, name: str) -> bool:
     values = getattr(config, section)
     return getattr(values, name) not in (type(values).model_fields[name].get_default(), (), {})
 
@@ -64,7 +64,7 @@ def _misplaced(config: Any) -> Iterator[Misplaced]:
 def _of_learning(config: Any) -> Iterator[Rule]:
     model, train, data, merge = config.model, config.train, config.data, config.independent.merge
     both = "model.alpha and model.scale both scale the adapters; leave one out"
-    yield model.alpha is not None and _is_given(config, "model", "scale"), both
+    yield model.alpha is not None and _is_set(config, "model", "scale"), both
     for name in ("use_rslora", "alpha_pattern"):
         needs = f"model.{name} needs model.alpha, e.g. model.alpha={model.scale * model.rank:g}"
         yield getattr(model, name) and model.alpha is None, needs

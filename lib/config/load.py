@@ -75,8 +75,8 @@ def _validated(tree: Tree, origins: dict[str, str], path: Path | str | None) -> 
 def _keep_batch_of_learning_rate(tree: Tree, overrides: Sequence[str]) -> None:
     """Where words change the file's global batch and leave its learning rate, that was chosen for the file's batch."""
     changed, train = {word.partition("=")[0] for word in overrides}, tree.setdefault("train", {})
-    kept = {"train.learning_rate", "train.learning_rate_batch_size"}
-    if "train.global_batch_size" in changed and not changed & kept and isinstance(train, dict):
+    of_rate = {"train.learning_rate", "train.learning_rate_batch_size"}
+    if "train.global_batch_size" in changed and not changed & of_rate and isinstance(train, dict):
         batch = train.get("global_batch_size", TrainSettings().global_batch_size)
         if train.get("learning_rate_batch_size") is None and isinstance(batch, int):
             train["learning_rate_batch_size"] = batch
@@ -116,8 +116,8 @@ def of_run(path: Path, overrides: Sequence[str] = ()) -> Config:
         if value != name and name in get_args(Column):  # an earlier version's data.prompt=question
             tree[section].setdefault("columns", {})[name] = value
     config = load(None, overrides, tree)
-    given = {word.partition("=")[0] for word in overrides}
-    code = {key: value for key, value in _code_settings(config).items() if key not in given}
+    changed = {word.partition("=")[0] for word in overrides}
+    code = {key: value for key, value in _code_settings(config).items() if key not in changed}
     if code and not _was_started(path.read_text(encoding="utf-8")):
         words = " ".join(f"{key}={value}" for key, value in code.items())
         why = f"{words} runs code, and this machine did not start that run; if you want it, add {words}"
@@ -222,18 +222,18 @@ def _parse_value(key: str, text: str) -> Any:
 
 def _explain(error: ErrorDetails, origins: dict[str, str], path: Path | str | None) -> str:
     """One fault in one line: where the value came from, which setting, what is wrong with it."""
-    key, known = ".".join(map(str, error["loc"])), known_settings()
+    key, settings = ".".join(map(str, error["loc"])), known_settings()
     # A place inside a list or union: the setting is what the user knows.
-    key = next((name for name in known if key.startswith(f"{name}.")), key)
+    key = next((name for name in settings if key.startswith(f"{name}.")), key)
     place = next((origins[k] for k in (key, key.rpartition(".")[0]) if k in origins), str(path or "settings"))
     if error["type"] == "extra_forbidden":
-        return f"{place}: unknown setting {key}{unknown_names.of_setting(key, known)}"
+        return f"{place}: unknown setting {key}{unknown_names.of_setting(key, settings)}"
     if error["type"] == "missing":
         return f"{place}: {key} is required; give it in the file or as {key}=..."
     if error["type"] in ("model_type", "model_attributes_type"):
         return f"{place}: {key} is a section, not {error['input']!r}; write its settings below it"
     message = error["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
-    if key not in known:  # settings that do not go together
+    if key not in settings:  # settings that do not go together
         return message
     hint = unknown_names.of_value(key, error["input"])
     return f"{place}: {key}: {message[0].lower()}{message[1:]}, not {error['input']!r}{hint}"

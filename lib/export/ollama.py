@@ -121,12 +121,12 @@ class ChatShape:
 def shape_of(render: Render) -> ChatShape:
     """The shape of a chat template, as conversations of three and two turns have it. Raises ValueError: it has none.
     Where a message's closing ends and the next one's opening begins does not matter: they always stand together."""
-    first, asked, answered, asked_again, answered_again, last = _texts(render, "UAUAU")
-    if asked != asked_again or answered != answered_again:
+    first, question, answer, next_question, next_answer, last = _texts(render, "UAUAU")
+    if question != next_question or answer != next_answer:
         raise ValueError("the texts around messages change from turn to turn")
-    closed = os.path.commonprefix([asked, last])
-    opened = os.path.commonprefix([first[::-1], answered[::-1]])[::-1]
-    assistant = asked.removeprefix(closed), answered.removesuffix(opened)
+    closed = os.path.commonprefix([question, last])
+    opened = os.path.commonprefix([first[::-1], answer[::-1]])[::-1]
+    assistant = question.removeprefix(closed), answer.removesuffix(opened)
     shape = ChatShape(first.removesuffix(opened), (opened, closed), assistant, last.removeprefix(closed))
     shape = _with_system(shape, render)
     for roles in ("U", "UAU", "UAUAU", "UAUAUAU", *(("SU", "SUAU", "SUAUAU") if shape.system_goes else ())):

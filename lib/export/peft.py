@@ -103,8 +103,8 @@ def target_modules(adapted: Set[str], layers: Set[str]) -> list[str]:
 def original_of(run: TrainedRun) -> str:
     """The model that peft would load: of a quantised one that which its card names as its base, where it has a card."""
     card = run.base / "README.md"
-    known = front_matter(card.read_text("utf-8", errors="replace")) if run.is_quantised and card.is_file() else None
-    named = known.get("base_model") if isinstance(known, dict) else None
+    front = front_matter(card.read_text("utf-8", errors="replace")) if run.is_quantised and card.is_file() else None
+    named = front.get("base_model") if isinstance(front, dict) else None
     named = named[0] if isinstance(named, list) and named else named
     return named if isinstance(named, str) else run.settings.model.path
 

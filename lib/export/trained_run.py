@@ -180,7 +180,7 @@ def prove(run: TrainedRun, reading: Reading) -> tuple[dict[str, Any], str]:
     difference, moved = largest_difference(reading.logps, trained), largest_difference(trained, base)
     limit = None if reading.is_rounded else max(LIMIT, LIMIT_OF_TRAINING * moved)
     if limit is None:
-        require_kept(reading.logps, trained, base)
+        require_learned(reading.logps, trained, base)
     elif difference > limit:
         raise Stopped(
             f"{reading.reader}: log-probabilities are {difference:.2e} nats from those of {run.folder} "
@@ -197,7 +197,7 @@ def prove(run: TrainedRun, reading: Reading) -> tuple[dict[str, Any], str]:
     )
 
 
-def require_kept(stored: Logps, trained: Logps, base: Logps) -> None:
+def require_learned(stored: Logps, trained: Logps, base: Logps) -> None:
     """Raises Stopped where rounding moves the model more than training did, or back to the base. Medians are compared:
     a router that takes another expert moves a few tokens far, however little was trained."""
 

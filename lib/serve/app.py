@@ -227,8 +227,8 @@ class Server:
 
         async def gated(scope: Scope, receive: Receive, send: Send) -> None:
             request = Request(scope)
-            path, given = request.url.path, request.headers.get("x-request-id", "")
-            id = given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(8)}"
+            path, client_id = request.url.path, request.headers.get("x-request-id", "")
+            id = client_id if REQUEST_ID.fullmatch(client_id) else f"req-{secrets.token_hex(8)}"
 
             async def sending(message: Message) -> None:
                 if message["type"] == "http.response.start":

@@ -45,19 +45,19 @@ class Feedback:
         if len(self.recent) > MOST_COMPLETIONS:
             self.recent.popitem(last=False)
 
-    def take(self, owner: str, given: Label) -> None:
+    def take(self, owner: str, label: Label) -> None:
         """Writes a label's row, all of it or nothing. The same label again changes nothing. Raises RequestError: the id
         is unknown to this key, or has the other label; the disk is full."""
-        kept = self.recent.get((owner, given.id))
-        if kept is None:
-            message = f"no completion {given.id!r} can be labelled: it is unknown, too old, or was cut at max_tokens"
+        stored = self.recent.get((owner, label.id))
+        if stored is None:
+            message = f"no completion {label.id!r} can be labelled: it is unknown, too old, or was cut at max_tokens"
             raise RequestError(404, message, "completion_not_found", "id")
-        if isinstance(kept, bool):
-            if kept != given.label:
-                message = f"completion {given.id!r} has the label {str(kept).lower()} already"
+        if isinstance(stored, bool):
+            if stored != label.label:
+                message = f"completion {label.id!r} has the label {str(stored).lower()} already"
                 raise RequestError(409, message, "already_labelled", "id")
             return
-        row = kept | {"label": given.label, "time": round(time.time(), 3)}
+        row = stored | {"label": label.label, "time": round(time.time(), 3)}
         line, size = f"{json.dumps(row, ensure_ascii=False)}\n".encode(), os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(line) != len(line):
@@ -66,4 +66,4 @@ class Feedback:
         except OSError as error:
             self._file.truncate(size)
             raise RequestError(503, f"the label cannot be kept: {error.strerror}", "feedback_not_written") from None
-        self.recent[owner, given.id] = given.label
+        self.recent[owner, label.id] = label.label

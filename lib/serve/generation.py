@@ -79,6 +79,8 @@ class ServedModel:
                 return self.encoder.prompt_ids(request.text)
             return [int(token) for token in self.tokenizer.encode(request.text)]
         tools = request.tool_definitions
+        if request.messages[-1].role == "assistant":
+            raise UserError("the last message is from 'assistant'; a conversation ends before the answer")
         messages = cast(list[Message], [message.fields() for message in request.messages])
         rendered = render_prompt(self.encoder, messages, tools)
         lost = [name for tool in tools or () if (name := tool["function"]["name"]) not in rendered.text]
@@ -237,13 +239,13 @@ class Generator(threading.Thread):
 
     def _insert(self, generation: Generation, batch: BatchGenerator, cache: LRUPromptCache) -> None:
         prompt, sampling = generation.prompt, generation.request
-        known, rest = cache.fetch_nearest_cache(generation.owner, prompt)
-        if known is not None and not rest:  # the last token has to be read again, to know what follows it
-            if can_trim_prompt_cache(known):
-                trim_prompt_cache(known, 1)
+        cached, rest = cache.fetch_nearest_cache(generation.owner, prompt)
+        if cached is not None and not rest:  # the last token has to be read again, to know what follows it
+            if can_trim_prompt_cache(cached):
+                trim_prompt_cache(cached, 1)
                 rest = prompt[-1:]
             else:
-                known, rest = None, prompt
+                cached, rest = None, prompt
         processors = make_logits_processors(
             {int(token): value for token, value in (sampling.logit_bias or {}).items()} or None,
             sampling.repetition_penalty,
@@ -253,7 +255,7 @@ class Generator(threading.Thread):
         (uid,) = batch.insert(
             [list(rest)],
             max_tokens=[generation.max_tokens],
-            caches=None if known is None else [known],
+            caches=None if cached is None else [cached],
             all_tokens=[prompt[: len(prompt) - len(rest)]],
             samplers=[sampler_of(sampling)],
             logits_processors=[processors],
