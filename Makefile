@@ -30,7 +30,7 @@ help:
 	@echo "make dashboard    runs in a browser, at the address that it prints"
 	@echo "make serve        a finished run behind an OpenAI-compatible server: RUN=runs/NAME"
 	@echo "make bench        the quickstart over five seeds, with its controls"
-	@echo "make lint | coverage | docs | mutation | clean     for who works on Tandem"
+	@echo "make lint | coverage | docs | mutation | clean     for developers of Tandem"
 	@echo
 	@echo 'Options of the program go into ARGS: make train ARGS="--config configs/X.yaml train.beta=0.2"'
 	@echo "All settings: .venv/bin/python train.py --help"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from lib.errors import UserError
-from lib.launch import command, hostfile, job
+from lib.launch import command, hostfile, job, sync
 from tests import tiny
 from tests.cluster import Host
 
@@ -60,6 +62,22 @@ def test_a_resumed_run_keeps_its_settings_and_plans_again_for_another_world() ->
     assert job.resume_command(typed, "runs/a", same_world=False) == (
         *("train.py", "--resume", "runs/a", "train.beta=0.2", "plan.shares=null", "plan.micro_batch_sizes=null"),
     )
+
+
+def test_a_path_in_the_home_is_copied_to_the_other_hosts_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = tmp_path / "ada", tmp_path / "bea"
+    for home in (here, there):
+        (home / "data").mkdir(parents=True)
+    (here / "data/new.txt").write_text("of ada")
+    os.utime(here / "data/new.txt", (1e9, 1e9))
+    (there / "data/own.txt").write_text("of bea")
+    monkeypatch.setenv("HOME", str(here))
+    monkeypatch.setattr(sync, "ssh_command", lambda _: ["env", f"HOME={there}", "sh", "-c"])
+    began = time.time()
+    sync.copy_to_hosts(job.Job(hostfile.from_words("mac-b").hosts, "ring", ("train.py",)), ["~/data"])
+    copied = there / "data/new.txt"
+    assert copied.read_text() == "of ada" and (there / "data/own.txt").exists()
+    assert copied.stat().st_mtime >= began - 1, "by the clock of the host that receives it"
 
 
 # Runs train.py; under jaccl it imitates it over MLX's ring, until step 20 is saved, when RDMA crashes.

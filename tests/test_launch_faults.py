@@ -131,6 +131,24 @@ def test_a_verdict_says_how_the_others_go_on_when_a_cable_is_pulled(hosts: list[
     assert re.search(r"stopped: rank 1 on host-b .* on 1 of 2 hosts .*; 20 further steps", output), output + errors
 
 
+def test_a_ring_whose_own_cable_is_out_takes_the_next_address(hosts: list[Host], tmp_path: Path) -> None:
+    ends = [["netns", str(host._pid)] for host in hosts]
+    subprocess.run(["ip", "link", "add", "cable", *ends[0], "type", "veth", "peer", "cable", *ends[1]], check=True)
+    for index, host in enumerate(hosts, 1):
+        host.run(["ip", "address", "add", f"10.88.0.{index}/24", "dev", "cable"])
+        host.run(["ip", "link", "set", "cable", "up"])
+    (tmp_path / "hostfile").write_text("host-a ips=10.88.0.1\nhost-b ips=10.88.0.2\n")
+    settings = tiny.settings(tmp_path, train__steps=120, checkpoint__every=10, evaluate__answers="null")
+    words = ["./launch", "--hostfile", tmp_path / "hostfile", "--no-preflight", "--max-restarts", "1"]
+    words += ["--wedged-seconds", "8", "--", "train.py", *settings, "strategy=synchronous", "run.name=a"]
+    launch = hosts[0].start(words, stderr=subprocess.STDOUT)
+    wait_for(lambda: any(tmp_path.glob("runs/a/checkpoints/step-*")) or launch.poll() is not None)
+    hosts[0].run(["ip", "link", "delete", "cable"])
+    output = launch.communicate(timeout=LIMIT_SECONDS)[0]
+    assert "launch: no answer at 10.88.0.1, 10.88.0.2: the ring takes the next address" in output, output
+    assert launch.returncode == 0 and "on 2 of 2 hosts, going on with" in output, output
+
+
 def test_a_host_that_is_back_joins_at_the_next_start(hosts: list[Host], script: Path) -> None:
     launch = launched(hosts, script, "--max-restarts", "2", work="long")
     before = ranks(hosts[0], script)

@@ -139,7 +139,7 @@ def test_a_verdict_says_what_works_and_names_nothing(
         raise verdict.LeftOut("not a Mac")
 
     parts = [("fine", lambda _: "7 pairs/s"), ("broken", fails), ("missing", left_out), ("link", verdict.link)]
-    monkeypatch.setattr(verdict, "parts", lambda: iter(parts))
+    monkeypatch.setattr(verdict, "parts", lambda _: parts)
     monkeypatch.setattr(verdict, "own_names", lambda _: ["mac-b", "ada"])
     assert verdict.main(["--folder", str(tmp_path)]) == 1
     (page,) = tmp_path.glob("verdict-*.txt")
@@ -150,10 +150,26 @@ def test_a_verdict_says_what_works_and_names_nothing(
     assert "ring over ADDRESS and ADDRESS:" in text and "2 work, 1 fail, 1 left out" in text
 
 
+@pytest.mark.parametrize(("last", "says"), [(26, "the others did not go on"), (10**6, "no cable was pulled")])
+def test_a_verdict_knows_a_cable_that_nothing_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, says: str
+) -> None:
+    (tmp_path / "cable/logs").mkdir(parents=True)
+    script = tmp_path / "launch.py"
+    script.write_text(
+        f"import time\nfor step in range({last}):\n    with open('{tmp_path}/cable/logs/rank-000.jsonl', 'a') as log:\n"
+        '        log.write(\'{"kind": "step", "step": %d}\\n\' % step)\n    time.sleep(0.01)\ntime.sleep(60)\n'
+    )
+    monkeypatch.setattr(verdict.Trials, "launch_words", lambda _: [str(script)])
+    monkeypatch.setattr(verdict, "CABLE_SECONDS", 3.0)
+    with pytest.raises((UserError, verdict.LeftOut), match=says):
+        verdict.cable(verdict.Trials(tmp_path, None, tmp_path / "hostfile"))
+
+
 @pytest.mark.long
 def test_a_verdict_compares_ranks_and_memory(tmp_path: Path) -> None:
     trials = verdict.Trials(tmp_path)
     assert "2 ranks, 6 steps: losses differ from one rank's by" in verdict.ring(trials, "sharded")
-    assert "by the formula" in verdict.curve_of(trials, 64, 2, 64)
+    assert "by the formula" in verdict.curve_of(trials, (64, 2, 64))
     with pytest.raises(UserError, match="more than the formula"):
         verdict.of_formula(2, 1)

@@ -11,6 +11,7 @@ import json
 import os
 import queue
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -47,6 +48,16 @@ KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAC_RESTARTS = 3  # by default where a host is a Mac: a lit display may end a rank at any time (lib/system/metal.py)
 MPI_TAG = re.compile(r"\[[^\]]*?,(\d+)\]<(?:stdout|stderr)>: ?")
 MPI_FAILED = re.compile(r"process rank (\d+) with PID|Process name: \[[^\]]*,(\d+)\]")  # in mpirun's last words
+
+# Prints which addresses nothing answers at: one that refuses the port is there.
+REACH = """import socket, sys
+for address in sys.argv[2:]:
+    try:
+        socket.create_connection((address, int(sys.argv[1])), 1).close()
+    except ConnectionRefusedError:
+        pass
+    except OSError:
+        print(address)"""
 
 Interrupts = queue.SimpleQueue[int]  # numbers of signals
 
@@ -293,7 +304,7 @@ def supervise(
             return outcome.status
         starts += 1
         command = jobs.resume_command(job.command, run, hosts == everyone) if run is not None else job.command
-        job = replace(job, hosts=hosts, command=command)
+        job = over_answering_addresses(replace(job, hosts=hosts, command=command), console)
         without = ", ".join(host.name for host in everyone if host not in hosts)
         where = f"on {len(hosts)} of {len(everyone)} hosts" + (f" (without {without})" if without else "")
         whence = f", going on with {run}" if run else ""
@@ -323,6 +334,26 @@ def answering_hosts(job: Job, hosts: tuple[Host, ...], console: Console, interru
             return there
         console.note(f"no host answers; waiting {max(0.0, deadline - time.monotonic()):.0f} s at most")
         time.sleep(2.0)
+
+
+def over_answering_addresses(job: Job, console: Console) -> Job:
+    """The job whose ring uses the addresses of its host file at which the other hosts still reach a host: a cable may
+    be out that ssh does not need. A host that is left with none is reached by its name's address."""
+
+    def unanswered(host: Host) -> set[str]:
+        others = [address for other in job.hosts if other != host for address in other.addresses]
+        words = [job.python_of(host), "-c", REACH, str(job.starting_port), *others]
+        words = words if is_local(job, host) else [*ssh.ssh_command(host), shlex.join(words)]
+        return set(os_commands.run(words, PROBE_SECONDS + len(others)).output.split()) & set(others)
+
+    if job.backend != "ring" or not any(host.addresses for host in job.hosts):
+        return job
+    with ThreadPoolExecutor(len(job.hosts)) as pool:
+        lost = set[str]().union(*pool.map(unanswered, job.hosts))
+    if lost:
+        console.note(f"no answer at {', '.join(sorted(lost))}: the ring takes the next address")
+    left = (tuple(address for address in host.addresses if address not in lost) for host in job.hosts)
+    return replace(job, hosts=tuple(replace(host, addresses=of) for host, of in zip(job.hosts, left, strict=True)))
 
 
 def is_local(job: Job, host: Host) -> bool:

@@ -13,6 +13,7 @@ status: 0 if everything worked, 1 if something did not.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,14 +54,11 @@ WEIGHTS_DIFFER = 2e-2  # of their norm, at most, after RING_STEPS of Adam, which
 LOSS_DIFFERS = 1e-3
 RING_STEPS = 6
 ATTENTION = (1, 8, 4096, 64)  # sequences, heads, positions, numbers of a head
-ATTENTION_DIFFERS = {"float32": 1e-4, "bfloat16": 2e-2}
-KNOWN_TOKENS = 2048
+ROW_TOKENS = 2048  # of a row of the published figure
 SHARED_STEPS, PAIRS_OF_A_RANK = 30, 8  # by which planned and equal shares are compared
 CABLE_SECONDS = 60.0  # that a person has to pull it, and again for the others to go on
-# Published tokens/s of LoRA on one row of 2,048 tokens: (type, hidden size, blocks, bits): figure, its source.
-KNOWN: dict[tuple[object, ...], str] = {
-    ("qwen3", 4096, 36, 4): "97.8 on an M1 Max by mlx-train-perf's README (Qwen3-8B-4bit)"
-}
+START_SECONDS = 150.0  # for the first steps of that
+PUBLISHED = "published: 97.8 of Qwen3-8B-4bit on an M1 Max, by mlx-train-perf's README"
 
 
 class LeftOut(Exception):
@@ -88,14 +86,9 @@ class Trials:
 
     def train(self, name: str, *words: str, ranks: bool = False) -> dict[str, Any]:
         """The summary of a run of train.py, of the quickstart unless words say otherwise."""
-        common = [
-            f"run.dir={self.folder}",
-            f"run.name={name}",
-            "run.pages=false",
-            f"plan.calibration_dir={self.folder}/none",
-        ]
-        launch = [*self.launch_words(), "--", "train.py"] if ranks else ["train.py"]
-        self.python(*launch, *common, *words)
+        launch = [*self.launch_words(), "--"] if ranks else []
+        common = [f"run.dir={self.folder}", f"run.name={name}", f"plan.calibration_dir={self.folder}/none"]
+        self.python(*launch, "train.py", *common, "run.pages=false", *words)
         summary: dict[str, Any] = json.loads((self.folder / name / "summary.json").read_text(encoding="utf-8"))
         return summary
 
@@ -114,6 +107,9 @@ class Trials:
 
 
 # ---- The parts: each gives its line, or raises UserError or LeftOut
+
+
+Part = tuple[str, Callable[[Trials], str]]
 
 
 def doctor(trials: Trials) -> str:
@@ -146,10 +142,10 @@ def numerics(trials: Trials) -> str:
 
 def quickstart(trials: Trials) -> str:
     """As make train runs it."""
-    found = trials.train("quickstart", "evaluate.samples=0")
-    before, after = found["exact_match_before"], found["exact_match_after"]
-    text = f"exact match {before:.1%} before ➜ {after:.1%} after, {found['wall_seconds']:.0f} s, "
-    text += f"{found['pairs_per_second']:.1f} pairs/s"
+    summary = trials.train("quickstart", "evaluate.samples=0")
+    before, after = summary["exact_match_before"], summary["exact_match_after"]
+    text = f"exact match {before:.1%} before ➜ {after:.1%} after, {summary['wall_seconds']:.0f} s, "
+    text += f"{summary['pairs_per_second']:.1f} pairs/s"
     if not after > before + 0.2:
         raise UserError(f"{text}: it did not learn; 52.7 % ➜ 97.3 % is usual")
     return text
@@ -170,21 +166,22 @@ def of_formula(peak: int, planned: int) -> str:
     return text
 
 
-def curve_of(trials: Trials, hidden: int, blocks: int, tokens: int) -> str:
+def curve_of(trials: Trials, shape: tuple[int, int, int]) -> str:
     """The calibration of a small Llama: its speed, and its peak of memory by the formula."""
-    shape = {"model_type": "llama", "hidden_size": hidden, "num_hidden_layers": blocks, "num_attention_heads": 8}
-    shape |= {"num_key_value_heads": 4, "intermediate_size": 3 * hidden, "vocab_size": 8192, "rms_norm_eps": 1e-5}
+    hidden, blocks, tokens = shape
+    config = {"model_type": "llama", "hidden_size": hidden, "num_hidden_layers": blocks, "num_attention_heads": 8}
+    config |= {"num_key_value_heads": 4, "intermediate_size": 3 * hidden, "vocab_size": 8192, "rms_norm_eps": 1e-5}
     folder = trials.folder / f"model-{hidden}"
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     words = ["--quick", "--largest", str(MICRO_BATCH), "--length", str(tokens), f"--folder={trials.folder}/curves"]
     words += [f"model.path={folder}", "model.random_init=true", f"data.max_length={tokens}", "evaluate.answers=null"]
-    found = json.loads(trials.python("benchmarks/calibrate.py", *words, limit_seconds=120).splitlines()[-1])
+    measured = json.loads(trials.python("benchmarks/calibrate.py", *words, limit_seconds=120).splitlines()[-1])
     half = tokens // 2
     rows = Rows(tokens + 1 - half, tokens + 1, tokens + 1 + half, 2 * half)
-    device, point = found["device"], max(found["points"], key=lambda one: one["batch_size"])
-    planned = MemoryModel(model_shape_of(shape, "float32" if device == "cpu" else None), Training(), rows)
-    speed = f"{found['pairs_per_second']:.3g} pairs/s in micro-batches of {found['optimal_batch_size']}"
+    device, point = measured["device"], max(measured["points"], key=lambda one: one["batch_size"])
+    planned = MemoryModel(model_shape_of(config, "float32" if device == "cpu" else None), Training(), rows)
+    speed = f"{measured['pairs_per_second']:.3g} pairs/s in micro-batches of {measured['optimal_batch_size']}"
     peak = of_formula(point["peak_memory_bytes"], planned.bytes(point["batch_size"], device).total)
     return f"Llama of {blocks} blocks of {hidden}, {tokens:,} tokens: {speed}; of {point['batch_size']}: {peak}"
 
@@ -212,15 +209,15 @@ def shares(trials: Trials) -> str:
         raise UserError("the hosts could not be calibrated together")
     common = [f"train.steps={SHARED_STEPS}", f"train.global_batch_size={PAIRS_OF_A_RANK * len(hosts)}"]
     common += ["evaluate.every=null", "evaluate.samples=0", "evaluate.answers=null", "strategy=synchronous"]
-    equal = f"plan.shares={[PAIRS_OF_A_RANK] * len(hosts)}".replace(" ", "")
+    common += [f"plan.calibration_dir={curves}"]
     alone = [host["pairs_per_second"] for host in hosts]
     devices = [f"{host['device_name']} {speed:.1f}" for host, speed in zip(hosts, alone, strict=True)]
     text = f"alone {' + '.join(devices)} pairs/s"
-    for name, chosen in (("planned", []), ("equal", [equal])):
-        found = trials.train(f"{name}-shares", *common, *chosen, f"plan.calibration_dir={curves}", ranks=True)
+    for name, chosen in (("planned", []), ("equal", [f"plan.shares={[PAIRS_OF_A_RANK] * len(hosts)}"])):
+        speed = trials.train(f"{name}-shares", *common, *chosen, ranks=True)["pairs_per_second"]
         plan = json.loads((trials.folder / f"{name}-shares/plan.json").read_text(encoding="utf-8"))
-        speed, planned = found["pairs_per_second"], " + ".join(map(str, plan["shares"]))
-        text += f"; {name} shares {planned}: {speed:.1f} pairs/s, efficiency {speed / sum(alone):.2f}"
+        divided = " + ".join(map(str, plan["shares"]))
+        text += f"; {name} shares {divided}: {speed:.1f} pairs/s, efficiency {speed / sum(alone):.2f}"
     return text
 
 
@@ -228,50 +225,49 @@ def cable(trials: Trials) -> str:
     """Whether the others go on when a cable is pulled, by a person, while all train."""
     if trials.hosts is None:
         raise LeftOut("no HOSTS=hostfile was given")
-    words = ["--", "train.py", f"run.dir={trials.folder}", "run.name=cable", "run.pages=false", "train.steps=1000000"]
-    words += ["checkpoint.every=20", "evaluate.every=null", "evaluate.samples=0", "strategy=synchronous"]
-    output, record = trials.folder / "cable.txt", trials.folder / "cable/logs/rank-000.jsonl"
+    words = ["--max-restarts", "1", "--", "train.py", f"run.dir={trials.folder}", "run.name=cable", "run.pages=false"]
+    words += ["train.steps=1000000", "checkpoint.every=20", "evaluate.every=null", "evaluate.samples=0"]
+    output = trials.folder / "cable.txt"
     with output.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, *trials.launch_words(), "--max-restarts", "1", *words],
-            cwd=ROOT,
-            stdout=stream,
-            stderr=stream,
-        )
+        command = [sys.executable, *trials.launch_words(), *words, "strategy=synchronous"]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=stream)
 
-    def wait_for(step: int, text: str) -> str | None:
-        """The output, once it has a text and rank 0 a step; None: not within the limit."""
-        deadline = time.monotonic() + CABLE_SECONDS
-        while time.monotonic() < deadline and process.poll() is None:
+    def step() -> int:
+        with contextlib.suppress(OSError, IndexError):  # of rank 0, which may not have begun
+            return int(trials.steps_of("cable")[-1]["step"])
+        return 0
+
+    def notes() -> list[str]:
+        lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line.removeprefix("launch: ") for line in lines if line.startswith("launch: ")]
+
+    def reached(condition: Callable[[], bool], limit_seconds: float = CABLE_SECONDS) -> bool:
+        deadline = time.monotonic() + limit_seconds
+        while not condition() and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.2)
-            steps = trials.steps_of("cable") if record.exists() else []
-            said = output.read_text(encoding="utf-8", errors="replace")
-            if text in said and steps and steps[-1]["step"] >= step:
-                return said
-        return None
+        return condition()
 
     try:
-        if wait_for(25, "") is None:
-            raise UserError("the hosts did not train within a minute")
+        if not reached(lambda: step() >= 25, START_SECONDS):
+            raise UserError(f"the hosts did not train within {START_SECONDS:.0f} s")
         print(f"\n>>> Pull the cable of another machine now, within {CABLE_SECONDS:.0f} s.", flush=True)
-        if wait_for(0, "launch: start 2,") is None:
-            step = trials.steps_of("cable")[-1]["step"]
-            if process.poll() is not None or wait_for(step + 1, "") is None:
-                raise UserError("the cable was pulled, and the others did not go on")
+        restarted = reached(lambda: any(note.startswith("start 2,") for note in notes()))
+        last = step()
+        if not restarted and reached(lambda: step() > last):
             raise LeftOut(f"no cable was pulled within {CABLE_SECONDS:.0f} s")
-        last = trials.steps_of("cable")[-1]["step"]
-        said = wait_for(last + 20, "")
+        if not restarted:
+            raise UserError("the cable was pulled, and the others did not go on")
+        went_on = reached(lambda: step() >= last + 20)
         print(">>> Put it back.\n", flush=True)
-        if said is None:
+        if not went_on:
             raise UserError("after the cable was pulled no step followed")
+        return f"{'; '.join(notes())}; 20 further steps"
     finally:
         process.send_signal(signal.SIGINT)
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
             process.kill()
-    notes = [line.removeprefix("launch: ") for line in said.splitlines() if line.startswith("launch: ")]
-    return f"{'; '.join(notes)}; 20 further steps"
 
 
 def ring(trials: Trials, strategy: str) -> str:
@@ -280,13 +276,13 @@ def ring(trials: Trials, strategy: str) -> str:
     words += ["evaluate.answers=null", "data.valid=null", "checkpoint.final=last"]
     if not (trials.folder / "alone/summary.json").exists():
         trials.train("alone", *words)
-    found = trials.train(strategy, *words, f"strategy={strategy}", ranks=True)
+    summary = trials.train(strategy, *words, f"strategy={strategy}", ranks=True)
     one, other = trials.steps_of("alone"), trials.steps_of(strategy)
     loss = max(abs(a["loss"] - b["loss"]) / abs(a["loss"]) for a, b in zip(one, other, strict=True))
     weights = weights_differ(trials.folder / "alone", trials.folder / strategy)
-    text = f"{found['world_size']} ranks, {RING_STEPS} steps: losses differ from one rank's by {loss:.1e}, "
-    text += f"weights by {weights:.1e} of their norm; {found['pairs_per_second']:.1f} pairs/s"
-    if not (loss < LOSS_DIFFERS and weights < WEIGHTS_DIFFER and found["world_size"] > 1):
+    text = f"{summary['world_size']} ranks, {RING_STEPS} steps: losses differ from one rank's by {loss:.1e}, "
+    text += f"weights by {weights:.1e} of their norm; {summary['pairs_per_second']:.1f} pairs/s"
+    if not (loss < LOSS_DIFFERS and weights < WEIGHTS_DIFFER and summary["world_size"] > 1):
         raise UserError(f"{text}: more than rounding")
     return text
 
@@ -295,89 +291,74 @@ def weights_differ(one: Path, other: Path) -> float:
     """The largest relative difference of an adapter's array between two runs, by norm."""
     import mlx.core as mx
 
-    loaded = (mx.load(str(run / "adapters.safetensors")) for run in (one, other))
-    first, second = ({name: np.array(array) for name, array in arrays.items()} for arrays in loaded)
-    norms = {name: max(float(np.linalg.norm(array)), 1e-12) for name, array in first.items()}
-    return max(float(np.linalg.norm(first[name] - second[name])) / norms[name] for name in first)
+    first, second = (dict(mx.load(str(run / "adapters.safetensors"))) for run in (one, other))
+    pairs = [(np.array(first[name]), np.array(second[name])) for name in first]
+    return max(float(np.linalg.norm(a - b)) / max(float(np.linalg.norm(a)), 1e-12) for a, b in pairs)
 
 
 def attention(trials: Trials) -> str:
     """Attention's backward pass by MLX and in blocks that make the scores again."""
-    found = json.loads(trials.python("-m", "lib.launch.verdict", "attention", limit_seconds=120).splitlines()[-1])
-    (plain, plain_peak), (blocks, blocks_peak) = found["plain"], found["blocks"]
-    text = f"{found['dtype']}, {ATTENTION[2]:,} positions: MLX's {plain:.3f} s and {terminal.size_text(plain_peak)}, "
-    text += f"ours {blocks:.3f} s and {terminal.size_text(blocks_peak)}; gradients differ by {found['difference']:.1e}"
-    if not found["difference"] < ATTENTION_DIFFERS[found["dtype"]]:
-        raise UserError(f"{text}: more than rounding")
-    return text
+    return trials.python("-m", "lib.launch.verdict", "attention", limit_seconds=120).splitlines()[-1]
 
 
-def print_attention() -> None:
-    """Times both ways, forward and backward, and compares their gradients; prints them as JSON."""
+def compare_attention() -> str:
+    """Times both, forward and backward. Raises UserError: their gradients differ by more than rounding."""
     mpi_and_blas.prepare()
     import mlx.core as mx
 
-    from lib.model.long_attention import causal_attention
+    from lib.model import long_attention
 
+    long_attention.has_backward_kernel = lambda *_: False  # type: ignore[assignment]  # or ours is MLX's kernel again
     dtype = mx.float32 if hardware.mlx_device()[0] == "cpu" else mx.bfloat16
     inputs = [mx.random.normal(ATTENTION, key=mx.random.key(seed)).astype(dtype) for seed in range(4)]
-    scale = ATTENTION[3] ** -0.5
-
-    def plain(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        return mx.fast.scaled_dot_product_attention(q, k, v, mask="causal", scale=scale)
-
-    def blocks(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        return causal_attention(q, k, v, scale=scale)
-
-    answer: dict[str, Any] = {"dtype": str(dtype).rpartition(".")[2]}
-    gradients = []
-    for name, way in (("plain", plain), ("blocks", blocks)):
+    options, gradients = {"scale": ATTENTION[3] ** -0.5}, list[list[mx.array]]()
+    by_mlx = functools.partial(mx.fast.scaled_dot_product_attention, mask="causal", **options)
+    text = f"{str(dtype).rpartition('.')[2]}, {ATTENTION[2]:,} positions: "
+    for name, way in (("MLX's", by_mlx), ("ours", functools.partial(long_attention.causal_attention, **options))):
         seconds = []
         mx.reset_peak_memory()
         for _ in range(3):  # the first compiles
             began = time.perf_counter()
-            found = mx.vjp(way, inputs[:3], inputs[3:])[1]
-            mx.eval(found)
+            gradients.append(mx.vjp(way, inputs[:3], inputs[3:])[1])
+            mx.eval(gradients[-1])
             seconds.append(time.perf_counter() - began)
-        answer[name] = [min(seconds[1:]), mx.get_peak_memory()]
-        gradients.append(found)
-    pairs = [(a.astype(mx.float32), b.astype(mx.float32)) for a, b in zip(*gradients, strict=True)]
-    answer["difference"] = max((mx.linalg.norm(a - b) / mx.linalg.norm(a)).item() for a, b in pairs)
-    print(json.dumps(answer))
+        text += f"{name} {min(seconds[1:]):.3f} s and {terminal.size_text(mx.get_peak_memory())}, "
+    pairs = [(a.astype(mx.float32), b.astype(mx.float32)) for a, b in zip(gradients[0], gradients[-1], strict=True)]
+    difference = max((mx.linalg.norm(a - b) / mx.linalg.norm(a)).item() for a, b in pairs)
+    text += f"gradients differ by {difference:.1e}"
+    if not difference < (1e-4 if dtype == mx.float32 else 2e-2):
+        raise UserError(f"{text}: more than rounding")
+    return text
 
 
-def known_figure(trials: Trials) -> str:
+def published_figure(trials: Trials) -> str:
     """Tokens/s of LoRA on single rows of a model that is here, beside a published figure."""
     if trials.model is None:
         raise LeftOut("no MODEL=FOLDER was given")
     stored = json.loads((trials.model / "config.json").read_text(encoding="utf-8"))
-    stored = {**stored, **stored.get("text_config", {})}
-    facts = [stored.get(name) for name in ("model_type", "hidden_size", "num_hidden_layers")]
-    bits = (stored.get("quantization") or {}).get("bits")
-    random = np.random.default_rng(0)
-    ids = random.integers(2, stored["vocab_size"], (4, KNOWN_TOKENS)).tolist()
+    stored |= stored.get("text_config", {})
+    ids = np.random.default_rng(0).integers(2, stored["vocab_size"], (4, ROW_TOKENS)).tolist()
     rows = "".join(json.dumps({"prompt_ids": row[:1], "completion_ids": row[1:]}) + "\n" for row in ids)
     (trials.folder / "rows.jsonl").write_text(rows, encoding="utf-8")
     words = [f"model.path={trials.model.absolute()}", f"data.train={trials.folder}/rows.jsonl", "data.valid=null"]
     words += ["evaluate.answers=null", "evaluate.every=null", "train.loss=sft", "train.steps=3"]
-    words += ["train.global_batch_size=1", f"data.max_length={KNOWN_TOKENS}"]
-    trials.train("known", *words)
-    rate = KNOWN_TOKENS / statistics.median(step["step_seconds"] for step in trials.steps_of("known")[1:])
-    model = f"{facts[0]} of {facts[2]} blocks of {facts[1]}" + (f" in {bits} bits" if bits else "")
-    known = f"published: {KNOWN[(*facts, bits)]}" if (*facts, bits) in KNOWN else "no figure is published"
-    return f"{model}, LoRA, rows of {KNOWN_TOKENS:,}: {rate:.1f} tokens/s; {known}"
+    trials.train("published", *words, "train.global_batch_size=1", f"data.max_length={ROW_TOKENS}")
+    rate = ROW_TOKENS / statistics.median(step["step_seconds"] for step in trials.steps_of("published")[1:])
+    bits = (stored.get("quantization") or {}).get("bits", 16)
+    model = f"{stored.get('model_type')} of {stored.get('num_hidden_layers')} blocks of {stored.get('hidden_size')}"
+    return f"{model}, {bits} bits, LoRA, rows of {ROW_TOKENS:,}: {rate:.1f} tokens/s; {PUBLISHED}"
 
 
-def parts() -> Iterator[tuple[str, Callable[[Trials], str]]]:
-    """Name and part, in the page's order."""
-    yield from (("doctor", doctor), ("wired limit", wired_limit), ("numerics", numerics))
-    yield from (("quickstart", quickstart), ("memory", memory), ("attention", attention), ("link", link))
+def parts(several: bool) -> list[Part]:
+    """Name and part, in the page's order. several: first what several hosts alone can tell."""
+    of_one = [("numerics", numerics), ("quickstart", quickstart), ("memory", memory), ("attention", attention)]
     ways = ("synchronous", "sharded", "pipelined")
-    yield from ((f"ring, {way}", functools.partial(ring, strategy=way)) for way in ways)
-    yield from (("shares", shares), ("cable", cable), ("known figure", known_figure))
-    for hidden, blocks, tokens in SHAPES:
-        part = functools.partial(curve_of, hidden=hidden, blocks=blocks, tokens=tokens)
-        yield "calibration", part
+    rings: list[Part] = [(f"ring, {way}", functools.partial(ring, strategy=way)) for way in ways]
+    of_ranks = [("link", link), *rings, ("shares", shares), ("cable", cable)]
+    order = [*of_ranks, *of_one] if several else [*of_one, *of_ranks]
+    curves: list[Part] = [("calibration", functools.partial(curve_of, shape=shape)) for shape in SHAPES]
+    first = [("doctor", doctor), ("wired limit", wired_limit)]
+    return [*first, *order, ("published figure", published_figure), *curves]
 
 
 # ---- The page
@@ -394,11 +375,11 @@ def without_names(text: str, names: Sequence[str]) -> str:
 
 def own_names(options: argparse.Namespace) -> list[str]:
     """What no page may have. Raises UserError: the host file is wrong."""
-    folders = [str(ROOT), tempfile.gettempdir(), str(options.model or ""), str(Path.home())]
-    found = [network.own_name(), socket.gethostname(), os.environ.get("USER", ""), Path(folders[-1]).name, *folders]
+    names = [network.own_name(), socket.gethostname(), os.environ.get("USER", ""), Path.home().name]
+    names += [str(ROOT), tempfile.gettempdir(), str(options.model or ""), str(Path.home())]
     for host in hostfile.read(options.hosts).hosts if options.hosts else ():
-        found += [host.name, host.name.rpartition("@")[2], *host.addresses]
-    return found
+        names += [host.name, host.name.rpartition("@")[2], *host.addresses]
+    return names
 
 
 def machine_lines() -> list[str]:
@@ -419,7 +400,7 @@ def machine_lines() -> list[str]:
 def judge(trials: Trials, names: Sequence[str], say: Callable[[str], None]) -> list[dict[str, str]]:
     """Tries every part and says its line as soon as it is known."""
     rows = []
-    for name, part in parts():
+    for name, part in parts(trials.hosts is not None):
         began, status = time.monotonic(), "works"
         try:
             text = without_names(part(trials), names)
@@ -440,10 +421,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the page; returns the exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words == ["attention"]:
-        print_attention()
+        print(compare_attention())
         return 0
-    if words[:1] == ["remove"] and len(words) == 2 and Path(words[1]).name.startswith(FOLDER):
-        shutil.rmtree(words[1], ignore_errors=True)
+    if words[:1] == ["remove"] and Path(words[-1]).name.startswith(FOLDER):
+        shutil.rmtree(words[-1], ignore_errors=True)
         return 0
     parser = Parser(prog="python -m lib.launch.verdict", description=__doc__)
     parser.add_argument("--model", type=Path, help="the folder of a model, for the tokens/s of LoRA")

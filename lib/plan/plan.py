@@ -329,6 +329,8 @@ def plan_cluster(
         if size > 1:
             by_rates = "shares in proportion to the hosts' matrix-product rates, which the first steps correct"
             reason = by_rates if speeds else "equal shares, as nothing is measured"
+            if idle := [f"{host} (rank {rank})" for rank, host in enumerate(hosts) if not shares[rank]]:
+                reason += f"; none for {work.listed(idle)}, too slow for one row of {global_batch_size}"
     ranks = []
     for rank, (host, curve, share) in enumerate(zip(hosts, curves, shares, strict=True)):
         if curve is not None and micro_batch_sizes is None:
