@@ -21,6 +21,7 @@ from lib.data.record_formats import JSON, Unusable, name_of_type
 from lib.errors import UserError
 
 ENDINGS = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".csv", ".tsv", ".parquet")
+LINE_BYTES = 8 * 2**20  # a longer record is an error in the file
 
 Line = tuple[int, int, bytes, JSON | Unusable]
 """Number from 1, offset in bytes, raw line (empty where the file has no lines of JSON), record."""
@@ -99,9 +100,13 @@ def _scan_list(stream: IO[bytes]) -> Iterator[Line]:
 
 def _scan_lines(stream: IO[bytes]) -> Iterator[Line]:
     end = 0
-    for line, raw in enumerate(stream, 1):
-        end += len(raw)
-        if (text := raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw).strip():
+    for line, raw in enumerate(iter(lambda: stream.readline(LINE_BYTES), b""), 1):
+        start, end = end, end + len(raw)
+        if len(raw) == LINE_BYTES and not raw.endswith(b"\n"):  # never in memory as a whole
+            while not raw.endswith(b"\n") and (raw := stream.readline(LINE_BYTES)):
+                end += len(raw)
+            yield line, start, b"", Unusable(f"a line of {end - start:,} bytes: is a line break missing?")
+        elif (text := raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw).strip():
             yield line, end - len(text), text, parse_json(text)
 
 
