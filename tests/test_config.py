@@ -42,8 +42,6 @@ def test_numbers_that_yaml_reads_as_strings_work() -> None:
     [
         ("/tmp/train.jsonl #2.jsonl", "/tmp/train.jsonl #2.jsonl"),
         ("one\ntwo\n\nthree", "one\ntwo\n\nthree"),
-        ("#x", "#x"),
-        ("123", "123"),
         ('"a #1\\nb"', "a #1\nb"),
         ("'it''s'", "it's"),
         ("'a' and 'b'", "'a' and 'b'"),
@@ -70,7 +68,6 @@ def test_a_word_of_a_mapping_may_stand_for_a_string() -> None:
         ("train.learning_rate_scaling=sqrt", "needs train.learning_rate_batch_size"),
         ("train.steps=5 # for now", "train.steps=5 # for now: YAML reads no further than the # of a comment"),
         ("run.name=../escape", "run.name: should be letters, digits, dots, - and _, and begin with a letter or digit"),
-        ("cost.watts=-1", "cost.watts=-1: cost.watts: input should be greater than or equal to 0, not -1"),
         ("cost.watts={a: -3}", "cost.watts: input should be greater than or equal to 0, not -3"),
     ],
 )
@@ -84,14 +81,11 @@ def test_a_wrong_word_is_one_clear_line(word: str, expected: str) -> None:
     ("words", "expected"),
     [
         ("train.loss=grpo data.valid=groups.jsonl", "data.valid is not for train.loss=grpo"),
-        ("train.loss=grpo data.streaming=true", "data.streaming is not for train.loss=grpo"),
         ("train.loss=grpo train.loss_type=dr_grpo", "train.max_completion_length belong together"),
         ("train.loss=grpo train.use_weighting=true", "train.use_weighting is for losses of pairs"),
-        ("train.epsilon=0.1", "train.epsilon is for train.loss=grpo"),
         ("train.beta=0", "train.beta=0 is for grpo alone"),
         ("train.desirable_weight=2", "is for the losses kto and bco, not sigmoid"),
         ("train.loss=kto train.rpo_alpha=1", "train.rpo_alpha adds SFT to a preference loss, which kto is not"),
-        ("train.loss=bco train.label_smoothing=0.1", "not bco"),
         ("train.reference_sync_steps=2 strategy=independent", "not for strategy=independent"),
         ("train.reference_sync_steps=2 model.reference=other", "model.reference=other is another model"),
         ("train.reference_sync_steps=2 train.reference_mixup_alpha=0.5", "take 1, or model.method=full"),
@@ -150,12 +144,6 @@ def test_a_resumed_run_may_change_its_spread_but_not_its_learning(tmp_path: Path
     assert load_module.resume(path, ["plan.shares=[10,6]", "train.epochs=5", "run.pages=false"]).train.epochs == 5
     with pytest.raises(UserError, match="train.beta=0.5: the run was started with 0.1"):
         load_module.resume(path, ["train.beta=0.5"])
-
-
-def test_help_lists_every_setting_with_its_meaning() -> None:
-    text = help.help_text()
-    for key, _, _, meaning in help.settings():
-        assert key in text and meaning, key
 
 
 def test_a_setting_of_an_earlier_version_is_named_and_an_old_run_goes_on(

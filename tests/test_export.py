@@ -24,7 +24,6 @@ from lib.export.gguf import tokenizer_of
 from lib.export.trained_run import ChatForm, TrainedRun, open_run
 from lib.model import adapters, peft_adapters
 from lib.model import load as models
-from lib.model.peft_adapters import expert_pattern, stacked_name
 from tests import chat_models, exported, tiny
 
 PEFT = Path(__file__).parent / "peft"
@@ -494,16 +493,6 @@ def test_a_base_that_nobody_has_is_exported_whole_only(tmp_path: Path, capsys: p
 
 
 # ---- Pure parts
-
-
-def test_experts_have_names_of_their_own() -> None:
-    name = "model.layers.0.mlp.switch_mlp.gate_proj"
-    assert expert_pattern(name) == "model.layers.0.mlp.experts.{}.gate_proj"
-    assert stacked_name("model.layers.0.mlp.experts.12.gate_proj") == (name, 12)
-    assert stacked_name("model.layers.0.mlp.experts.12.gate_proj.weight") == (f"{name}.weight", 12)
-    mixtral = "model.layers.0.block_sparse_moe.switch_mlp.up_proj.weight"
-    assert stacked_name(str(expert_pattern(mixtral)).format(3)) == (mixtral, 3)
-    assert expert_pattern("model.layers.0.mlp.gate_proj") is stacked_name("model.layers.0.mlp.gate_proj") is None
 
 
 def test_a_quantised_base_names_its_original(tmp_path: Path) -> None:
