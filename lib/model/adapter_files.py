@@ -220,11 +220,13 @@ def fitted(wanted: Described, loaded: Mapping[str, mx.array], where: str) -> dic
     return {name: array.astype(wanted[name][1]) for name, array in loaded.items()}
 
 
-def misfit(wanted: Described, found: Described) -> str | None:
+def misfit(wanted: Described, stored: Described) -> str | None:
     """The first array that is missing, too many, or of another shape or dtype, and how; None where all fit."""
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            here, there = (f"{each[1]} {each[0]}" if each else "absent" for each in (found.get(name), wanted.get(name)))
+    for name in sorted(wanted.keys() | stored.keys()):
+        if wanted.get(name) != stored.get(name):
+            here, there = (
+                f"{each[1]} {each[0]}" if each else "absent" for each in (stored.get(name), wanted.get(name))
+            )
             return f"{name} is {here}, not {there}"
     return None
 

@@ -46,25 +46,25 @@ def _ordered_call(plain: Any) -> Any:
         is_recomputed = is_recomputed and all(isinstance(each, PLAIN) for _, each in tree_flatten((args, options)))
         if not (parameters or is_recomputed):
             return plain(block, *args, **options)
-        given: list[mx.array] = []
-        tree_map(lambda leaf: given.append(leaf) if _has_gradient(leaf) else None, (args, options))
+        inputs: list[mx.array] = []
+        tree_map(lambda leaf: inputs.append(leaf) if _has_gradient(leaf) else None, (args, options))
 
         def output_of(*arrays: mx.array) -> Any:  # of the trained parameters, then the inputs
             rest = iter(arrays)
             block.update(tree_unflatten([(name, next(rest)) for name in parameters]))
-            inputs, words = tree_map(lambda leaf: next(rest) if _has_gradient(leaf) else leaf, (args, options))
+            new_args, new_options = tree_map(lambda leaf: next(rest) if _has_gradient(leaf) else leaf, (args, options))
             try:
-                return plain(block, *inputs, **words)
+                return plain(block, *new_args, **new_options)
             finally:
                 block.update(trained)
 
-        wrapped = _recomputed if is_recomputed else _kept
-        return wrapped(output_of, [*parameters.values(), *given], len(parameters))
+        wrapped = _recomputed if is_recomputed else _ordered
+        return wrapped(output_of, [*parameters.values(), *inputs], len(parameters))
 
     return call
 
 
-def _kept(output_of: Callable[..., Any], arrays: Sequence[mx.array], trained: int) -> Any:
+def _ordered(output_of: Callable[..., Any], arrays: Sequence[mx.array], trained: int) -> Any:
     @mx.custom_function
     def entry(*arrays: mx.array) -> list[mx.array]:
         return list(arrays)

@@ -37,21 +37,20 @@ def has_kernel(sizes: tuple[int, int, int, int], dtype: mx.Dtype) -> bool:
     """Whether MLX computes the rule and its gradient in kernels here, and they agree with mlx-lm's loop. sizes: Hk, Dk,
     Hv, Dv."""
     tokens, (key_heads, key_size, heads, size) = CHUNK + 1, sizes
-    shapes = [(key_heads, key_size)] * 2 + [(heads, size)] * 2 + [(heads,)] * 2 + [(heads, size, key_size)]
+    shapes = [(key_heads, key_size)] * 2 + [(heads, size), (heads,), (heads,), (heads, size, key_size)]
     draws = [mx.random.normal((1, tokens, *shape), key=mx.random.key(i)) for i, shape in enumerate(shapes)]
-    q, k, v, dy = (x.astype(dtype) for x in (*(x / key_size**0.5 for x in draws[:2]), *draws[2:4]))
-    inputs = [q, k, v, mx.sigmoid(draws[4] + 2), mx.sigmoid(draws[5]).astype(dtype), draws[6][:, 0]]
-    cotangents = [dy, mx.zeros(inputs[-1].shape)]
-    found = [x for part in mx.vjp(mx.fast.gated_delta_update, inputs, cotangents) for x in part]
-    mx.export_to_dot(graph := io.StringIO(), *found)
+    q, k, v, beta = (x.astype(dtype) for x in (draws[0] / key_size, draws[1] / key_size**0.5, draws[2], draws[4]))
+    inputs = [q, k, v, mx.sigmoid(draws[3] + 2), mx.sigmoid(beta), draws[5][:, 0]]
+    gradients = [mx.vjp(rule, inputs, [v, inputs[-1]]) for rule in (mx.fast.gated_delta_update, gated_delta_ops)]
+    ours, loops = ([x.astype(mx.float32) for part in each for x in part] for each in gradients)
+    mx.export_to_dot(graph := io.StringIO(), *ours)
     if graph.getvalue().count("label") > 4 * tokens:
         return False
-    wanted = [x for part in mx.vjp(gated_delta_ops, inputs, cotangents) for x in part]
     limit = 2e-3 if dtype == mx.float32 else 0.03  # of the norm
     try:
-        errors = [mx.linalg.norm((a - b).astype(mx.float32)) for a, b in zip(found, wanted, strict=True)]
-        norms = [mx.linalg.norm(b.astype(mx.float32)) for b in wanted]
-        return all((error <= limit * norm).item() for error, norm in zip(errors, norms, strict=True))
+        return all(
+            (mx.linalg.norm(a - b) <= limit * mx.linalg.norm(b)).item() for a, b in zip(ours, loops, strict=True)
+        )
     except RuntimeError:  # MLX has no kernel of these sizes
         return False
 
@@ -110,16 +109,16 @@ def _chunks(
 
 
 @recomputed
-def rwkv7_rule(
-    r: mx.array, w: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: mx.array
-) -> tuple[mx.array, mx.array]:
+def rwkv7_rule(*inputs: mx.array) -> tuple[mx.array, mx.array]:
     """S_t = S_{t-1} (diag(w_t) + a_t b_t^T) + v_t k_t^T and y_t = S_t r_t (RWKV-7, arXiv:2503.14456), by chunks.
 
-    All [B, T, H, D], of state [B, H, D, D]. Within a chunk decays multiply to 0.545^64 at least, as RWKV-7 bounds w: a
-    quotient of two such products is made from each alone. Gives y, float32 [B, T, H, D], and the last state.
+    inputs: r, w, k, v, a and b, [B, T, H, D]; the state, [B, H, D, D]. RWKV-7 bounds w, so that a chunk's decays
+    multiply to 0.545^64 at least: quotients are made of each alone. Gives y and the last state, float32.
     """
-    (rows, tokens, heads, size), each = r.shape, [r, mx.log(w.astype(mx.float32)), k, v, a, b]
-    r, log_w, k, v, a, b = (_chunked(x, heads, CHUNK) for x in each)
+    *each, state = inputs
+    rows, tokens, heads, size = each[0].shape
+    r, w, k, v, a, b = (_chunked(x, heads, CHUNK) for x in each)
+    log_w = mx.log(mx.where(w == 0, 1, w))  # 0: after the last token
     decay = mx.cumsum(log_w, axis=-2)
     before, since, until = mx.exp(decay - log_w), mx.exp(decay), mx.exp(decay[..., -1:, :] - decay)
 
@@ -129,7 +128,7 @@ def rwkv7_rule(
     solution = unit_lower_inverse(-products(a * before, b, -1))
     new, slope = solution @ (products(a * before, k, -1) @ v), -solution @ (a * before)
     keys, more = (until * b).swapaxes(-1, -2), (until * k).swapaxes(-1, -2) @ v
-    state = state.astype(mx.float32).reshape(1, rows, heads, 1, size, size).swapaxes(-1, -2)
+    state = state.reshape(1, rows, heads, 1, size, size).astype(mx.float32).swapaxes(-1, -2)
     states, added, state = _states([new, slope, keys, since[..., -1:, :].swapaxes(-1, -2), more], state)
     y = (since * r) @ states + products(since * r, b, 0) @ added + products(since * r, k, 0) @ v
     return _tokens(y, tokens), state.swapaxes(-1, -2).reshape(rows, heads, size, size)

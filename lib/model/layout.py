@@ -40,9 +40,9 @@ class VocabularyPart:
         return rank_logits
 
     def embed(self, rows_of: Callable[[mx.array], mx.array], tokens: mx.array) -> mx.array:
-        mine = (tokens >= self.first) & (tokens < self.last)
-        rows = rows_of(mx.where(mine, tokens - self.first, 0))
-        return self.ranks.sum_forward(mx.where(mine[..., None], rows, 0))
+        is_of_rank = (tokens >= self.first) & (tokens < self.last)
+        rows = rows_of(mx.where(is_of_rank, tokens - self.first, 0))
+        return self.ranks.sum_forward(mx.where(is_of_rank[..., None], rows, 0))
 
     def logits(self, part: mx.array) -> mx.array:
         if self.keeps_logits:
@@ -97,10 +97,10 @@ class Stage:
         """Whether the rank before wants the gradient of what it sent."""
         return self.rank > self.first_trained
 
-    def run(self, work: Callable[[], mx.array], given: mx.array | None) -> mx.array:
-        """What this rank's blocks make of `given`, [N, D], by work that calls the model; on the last rank its
+    def run(self, work: Callable[[], mx.array], hidden: mx.array | None) -> mx.array:
+        """What this rank's blocks make of `hidden`, [N, D], by work that calls the model; on the last rank its
         result."""
-        self._input, self._runs = given, True
+        self._input, self._runs = hidden, True
         try:
             result = work()
         finally:
@@ -156,30 +156,29 @@ def family_of(model: nn.Module) -> str:
 
 def backbone_of(model: nn.Module) -> tuple[nn.Module, str] | None:
     """The module that holds the backbone (the part that owns the blocks), and its name there; None without one."""
-    blocks = [*map(id, model.layers)]  # which may be a new list at every look
+    blocks = block_list_of(model)
     for holder in modules_outside_blocks(model):
         for name, part in holder.children().items():
-            is_called = isinstance(part, nn.Module) and part is not model and callable(part)
-            if is_called and any(isinstance(own, list) and [*map(id, own)] == blocks for own in part.values()):
-                return holder, name
+            if isinstance(part, nn.Module) and callable(part) and any(each is blocks for each in part.values()):
+                return (holder, name) if blocks is not None and part is not model else None
     return None
 
 
 def block_list_of(model: nn.Module) -> list[nn.Module] | None:
     """The list in which a module of the model has its blocks; None without one."""
-    blocks = [*map(id, model.layers)]
+    blocks = [*map(id, model.layers)]  # which may be a new list at every look
     values = (value for module in model.modules() for value in module.values() if isinstance(value, list))
     return next((value for value in values if [*map(id, value)] == blocks), None)
 
 
 def modules_outside_blocks(model: nn.Module) -> list[nn.Module]:
     """The model itself and its parts that are neither a block nor within one; each before its own parts."""
-    seen, found = set(map(id, model.layers)), [model]
-    for module in found:  # which grows
+    seen, modules = set(map(id, model.layers)), [model]
+    for module in modules:  # which grows
         parts = tree_flatten(module.children(), is_leaf=nn.Module.is_module)
-        found += [part for _, part in parts if id(part) not in seen]
+        modules += [part for _, part in parts if id(part) not in seen]
         seen |= {id(part) for _, part in parts}
-    return found
+    return modules
 
 
 def parameters_outside_blocks(model: nn.Module) -> dict[str, mx.array]:

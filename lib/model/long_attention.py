@@ -134,23 +134,17 @@ def _recomputed(queries: mx.array, keys: mx.array, values: mx.array, rows: int, 
         return mx.concatenate(outputs, axis=2)
 
     @attention.vjp
-    def attention_vjp(primals: Any, dy: mx.array, _: Any) -> tuple[mx.array, mx.array, mx.array]:
-        """From the last block on: the gradient of positions that no earlier block sees is complete, and cut off."""
+    def attention_vjp(primals: Any, dy: mx.array, _: Any) -> tuple[mx.array, ...]:
         queries, keys, values = primals
         d_queries: list[mx.array] = []
-        complete: list[list[mx.array]] = [[], []]  # of keys and values, the last positions first
-        unfinished: list[mx.array] = []  # of the earlier positions
+        d_both: list[mx.array] = []  # of keys and values
         for start, end in reversed(blocks):
-            part, seen = after(queries[:, :, start:end], [*d_queries[-1:], *unfinished]), before + end
+            part, seen = after(queries[:, :, start:end], [*d_queries[-1:], *d_both]), before + end
             inputs = [part, keys[:, :, :seen], values[:, :, :seen]]
-            _, (d_part, *d_both) = mx.vjp(lambda q, k, v: _causal(q, k, v, options), inputs, [dy[:, :, start:end]])
+            _, (d_part, *d_seen) = mx.vjp(lambda q, k, v: _causal(q, k, v, options), inputs, [dy[:, :, start:end]])
             d_queries.append(d_part)
-            totals = [a + b for a, b in zip(d_both, unfinished, strict=True)] if unfinished else d_both
-            cut = before + start if start else 0
-            for done, total in zip(complete, totals, strict=True):
-                done.append(total[:, :, cut:])
-            unfinished = [total[:, :, :cut] for total in totals]
-        d_keys, d_values = (mx.concatenate(done[::-1], axis=2) for done in complete)
-        return mx.concatenate(d_queries[::-1], axis=2), d_keys, d_values
+            d_whole = [mx.pad(d, [(0, 0), (0, 0), (0, keys.shape[2] - seen), (0, 0)]) for d in d_seen]
+            d_both = [a + b for a, b in zip(d_whole, d_both, strict=True)] if d_both else d_whole
+        return mx.concatenate(d_queries[::-1], axis=2), *d_both
 
     return attention(queries, keys, values)

@@ -62,8 +62,8 @@ def low_rank_outputs(layers: Sequence[LowRankLinear], x: mx.array) -> list[mx.ar
         ys: list[mx.array] = []
         for linear, rows, b in zip(linears, mx.split(low, ends), bs, strict=True):
             # One after another: of quantised layers no two weights are dequantised at a time.
-            given = mx.depends([x], ys[-1:])[0] if ys and isinstance(linear, FastLinear) else x
-            ys.append(mx.addmm(linear(given), rows.T, b))
+            inputs = mx.depends([x], ys[-1:])[0] if ys and isinstance(linear, FastLinear) else x
+            ys.append(mx.addmm(linear(inputs), rows.T, b))
         return *ys, low
 
     @products.vjp

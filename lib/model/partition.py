@@ -187,10 +187,11 @@ def _recurrence(stored: Mapping[str, Any], blocks: int) -> dict[str, int]:
         recurrent = blocks - attention
     elif stored.get("num_key_value_heads"):  # side by side
         attention = blocks
-    found = {"attention_blocks": attention, "recurrent_blocks": recurrent, "recurrent_columns": columns}
+    scanned = PIECE // 2 * (heads or size("num_heads")) if inner else 0
     if stored.get("model_type") in ("mamba", "falcon_mamba", "jamba"):
-        return found | {"scanned_numbers": inner * size("state_size", "mamba_d_state")}
-    return found | {"scanned_numbers": PIECE // 2 * (heads or size("num_heads")) if inner else 0}
+        scanned = inner * size("state_size", "mamba_d_state")
+    of_blocks = {"attention_blocks": attention, "recurrent_blocks": recurrent}
+    return of_blocks | {"recurrent_columns": columns, "scanned_numbers": scanned}
 
 
 def _quantisation(stored: Mapping[str, Any], number_bytes: int) -> tuple[int, float]:

@@ -22,15 +22,11 @@ from pydantic import ValidationError
 from lib.config import read_file
 from lib.config.settings import ModelSettings
 from lib.errors import UserError, in_one_line
-from lib.model.adapter_files import (
-    AdapterLayer,
-    adapter_layers_of,
-    described,
-    fitted,
-    layer_of,
-    trainable,
-)
+from lib.model.adapter_files import AdapterLayer, adapter_layers_of, described, fitted, layer_of, trainable
 from lib.system.model_folder import ADAPTER_CONFIG, PEFT_WEIGHTS
+
+Layers = Mapping[str, AdapterLayer]
+Words = Sequence[str]  # settings, as one types them
 
 PREFIX = "base_model.model."
 PICKLED = "adapter_model.bin"
@@ -79,7 +75,7 @@ class PeftAdapter(NamedTuple):
     settings: ModelSettings  # method, rank, alpha and patterns of adapter_config.json, which mean the same here
     arrays: dict[str, mx.array]  # by our names
     whole: dict[str, mx.array]  # weights that PEFT stored whole beside, by layer
-    layers: dict[str, AdapterLayer]
+    layers: Layers
 
 
 def expert_pattern(name: str) -> str | None:
@@ -213,12 +209,7 @@ def load(model: nn.Module, folder: Path, settings: ModelSettings) -> None:
 
 
 def require_settings(
-    model: nn.Module,
-    settings: ModelSettings,
-    wanted: Mapping[str, AdapterLayer],
-    method: str,
-    where: str,
-    words_for_ranks: Sequence[str] = (),
+    model: nn.Module, settings: ModelSettings, wanted: Layers, method: str, where: str, words_for_ranks: Words = ()
 ) -> None:
     """Raises UserError where a model has other layers, ranks or scales than an adapter; says what to add."""
     layers = adapter_layers_of(settings, described(trainable(model)))
@@ -278,7 +269,7 @@ def _with_tied_head(adapter: PeftAdapter, where: str) -> PeftAdapter:
     return adapter._replace(arrays=arrays, layers=layers)
 
 
-def _words_for_layers(layers: Sequence[str], block_count: int) -> list[str]:
+def _words_for_layers(layers: Words, block_count: int) -> list[str]:
     """The settings that adapt these layers: the same ones of some blocks, or by their full names."""
     split = {layer: re.fullmatch(r"(?:\w+\.)*?\w+\.(\d+)\.(.+)", layer) for layer in layers}
     in_blocks = {(int(match[1]), match[2]) for match in split.values() if match}

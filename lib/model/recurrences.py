@@ -20,13 +20,13 @@ Recurrence = Callable[..., tuple[mx.array, mx.array]]
 
 def recomputed(function: Recurrence) -> Recurrence:
     """The same function of arrays, of which nothing is kept but these; made again once its gradient is there."""
-    kept = mx.custom_function(function)
+    block = mx.custom_function(function)
 
-    @kept.vjp
-    def kept_vjp(primals: Sequence[mx.array], cotangents: Sequence[mx.array], _: Any) -> list[mx.array]:
+    @block.vjp
+    def block_vjp(primals: Sequence[mx.array], cotangents: Sequence[mx.array], _: Any) -> list[mx.array]:
         return mx.vjp(function, mx.depends(list(primals), list(cotangents)), list(cotangents))[1]
 
-    return kept
+    return block
 
 
 def in_pieces(
@@ -114,5 +114,4 @@ def state_space_pieces(x: mx.array, A_log: mx.array, B: mx.array, C: mx.array, *
 
     if (state := options.get("state")) is None:
         state = mx.zeros((len(x), *x.shape[2:], B.shape[-1]))
-    given = [A_log, options["D"], options["dt_bias"]]
-    return in_pieces(run, [x, B, C, options["dt"]], state, given)
+    return in_pieces(run, [x, B, C, options["dt"]], state, [A_log, options["D"], options["dt_bias"]])
