@@ -141,7 +141,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "model.random_init=false model.path={d}/model.pointer", "model.safetensors is Git LFS.*git lfs pull"),
     ("train.py", "model.path={d}/train.jsonl", "is a file; give the folder"),
     ("train.py", "model.random_init=false", "no model.*safetensors in the folder"),
-    ("train.py", "model.adapter={d}/none", "model.adapter .*adapter_config.json cannot be read"),
+    ("train.py", "model.adapter={d}/none", "model.adapter .*adapters.safetensors cannot be read"),
     ("train.py", "model.keys=[frob]", "no such layer .*its linear layers are mlp.down_proj"),
     ("train.py", "model.blocks=99", "model.blocks=99, but .* has 2 blocks"),
     ("train.py", "model.dropout=0.1 model.gradient_checkpointing=true", "wrong gradients"),

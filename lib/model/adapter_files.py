@@ -208,8 +208,7 @@ def stored_arrays(folder: Path, where: str) -> tuple[dict[str, mx.array], dict[s
 
 
 def fitted(wanted: Described, loaded: Mapping[str, mx.array], where: str) -> dict[str, mx.array]:
-    """Trained parameters in the wanted types; LoRA's rank may differ. Raises UserError: names the first that does not
-    fit."""
+    """Trained parameters in the wanted types; LoRA's rank may differ. Raises UserError: names the first misfit."""
     shapes: dict[str, tuple[tuple[int, ...], mx.Dtype]] = {}
     for name, array in loaded.items():
         shape, dtype = wanted.get(name, (array.shape, array.dtype))
@@ -247,8 +246,7 @@ def _with_rank(name: str, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
 def _padded(
     arrays: Iterable[tuple[str, mx.array]], config: Mapping[str, Any], is_undone: bool = False
 ) -> Iterator[tuple[str, mx.array]]:
-    """The adapters with one rank and one scale, all that mlx-lm knows: zeros behind A and B, B scaled; or the way
-    back."""
+    """The adapters with one rank and scale, as mlx-lm knows them: zeros behind A and B, B scaled; or the way back."""
     common, layers = config["lora_parameters"], config["layers"]
     for name, array in arrays:
         layer = layers.get(name.rpartition(".")[0])

@@ -19,7 +19,7 @@ from lib.model.checkpointing import checkpoint_blocks, order_backward
 from lib.model.lora import use_low_rank_linear
 from lib.model.patches import use_lean_swiglu
 from lib.model.quantised import use_fast_layers
-from lib.system.model_folder import ADAPTER_CONFIG, PEFT_WEIGHTS
+from lib.system.model_folder import PEFT_WEIGHTS
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 LINEARS = (nn.Linear, nn.QuantizedLinear)
@@ -86,8 +86,6 @@ def _chosen_layers(model: nn.Module, settings: ModelSettings) -> list[str]:
         chosen += [f"{names[id(block)]}.{name}" for name in adapted]
     inside = {id(module) for block in model.layers for module in block.modules()}
     tables = [n for n, m in modules.items() if id(m) not in inside and isinstance(m, (*EMBEDDINGS, *LINEARS))]
-    if settings.adapt_embeddings and not any(isinstance(modules[name], EMBEDDINGS) for name in tables):
-        raise UserError(f"model.adapt_embeddings: {settings.path} has no embedding outside of its blocks")
     more = [name for name in modules if name in (keys or ())] + (sorted(tables) if settings.adapt_embeddings else [])
     chosen += [name for name in dict.fromkeys(more) if name not in chosen]
     if not chosen:
@@ -113,14 +111,12 @@ def _load_adapter(model: nn.Module, folder: Path, settings: ModelSettings) -> No
     if any((folder / name).is_file() for name in (PEFT_WEIGHTS, peft_adapters.PICKLED)):
         peft_adapters.load(model, folder, settings)
         return
-    if not (folder / ADAPTER_CONFIG).exists():
-        raise UserError(f"model.adapter {folder}: {ADAPTER_CONFIG} cannot be read; give what mlx-lm or a run saved")
     arrays, stored = adapter_files.stored_arrays(folder, "model.adapter")
     where, common = f"model.adapter {folder}", stored.get("lora_parameters") or {}
     layers = {
-        name: AdapterLayer(rank, stored.get("layers", {}).get(name, common).get("scale", 0.0))
+        name: AdapterLayer(rank, stored.get("layers", {}).get(name, common).get("scale", settings.scale))
         for name, rank in adapter_files.ranks_of(adapter_files.described(arrays)).items()
     }
     peft_adapters.require_settings(model, settings, layers, stored.get("fine_tune_type", "lora"), where)
-    wanted = adapter_files.described(adapter_files.trainable(model))
-    model.update(tree_unflatten(adapter_files.fitted(wanted, arrays, where)))
+    shapes = adapter_files.described(adapter_files.trainable(model))
+    model.update(tree_unflatten(adapter_files.fitted(shapes, arrays, where)))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Sequence
 
 import mlx.core as mx
 from mlx_lm.models.gated_delta import gated_delta_ops
@@ -55,83 +54,64 @@ def has_kernel(sizes: tuple[int, int, int, int], dtype: mx.Dtype) -> bool:
         return False
 
 
-def _chunked(x: mx.array, groups: int, length: int) -> mx.array:
-    """[B, T, H, D] ➜ float32 [chunks, B, groups, H / groups, chunk, D]; zeros after the last token."""
-    rows, tokens, heads, _ = x.shape
-    x = mx.pad(x.astype(mx.float32), [(0, 0), (0, -tokens % length), (0, 0), (0, 0)])
-    return x.reshape(rows, -1, length, groups, heads // groups, x.shape[-1]).transpose(1, 0, 3, 4, 2, 5)
-
-
-def _states(parts: Sequence[mx.array], state: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Chunk by chunk what its tokens add, and the state: added = new - slope S, S <- rest S + keys added + more.
-    parts: [chunks, ...] each, more in some only. Gives the states before the chunks, what they add, the last state."""
-    states, added = [], []
-    # Split, not indexed: their gradients are joined then, and not each padded to all of it and added.
-    for new, slope, keys, rest, *more in zip(*(mx.split(part, len(part)) for part in parts), strict=True):
-        states.append(state)
-        added.append(mx.addmm(new, slope, state, alpha=-1))
-        state = mx.addmm(sum(more, rest * state), keys, added[-1])
-    return mx.concatenate(states), mx.concatenate(added), state
-
-
-def _tokens(y: mx.array, tokens: int) -> mx.array:
-    """`_chunked` back: [B, T, H, D]."""
-    _, rows, groups, per_group, _, size = y.shape
-    return y.transpose(1, 0, 4, 2, 3, 5).reshape(rows, -1, groups * per_group, size)[:, :tokens]
-
-
-def _chunks(
-    q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, beta: mx.array, state: mx.array
-) -> tuple[mx.array, mx.array]:
-    """Arguments as `gated_delta_rule`. Within a chunk the rule is a triangular system of equations for what each token
-    adds to the state (arXiv:2412.06464, section 3.3); the chunks' states follow one another."""
+def _chunks(*inputs: mx.array) -> tuple[mx.array, mx.array]:
+    """As `gated_delta_rule`; with a seventh argument the state is read by that instead of k, and decays are bounded:
+    their quotient is made of each alone. Within a chunk the rule is a triangular system of equations for what each
+    token adds to the state (arXiv:2412.06464, section 3.3); the chunks' states follow one another."""
+    q, k, v, log_decay, beta, state, *reads = inputs
     (rows, tokens, groups, _), (heads, size) = k.shape, v.shape[2:]
-    is_vector = log_decay.ndim == 4
-    length = VECTOR_CHUNK if is_vector else CHUNK
-    each = [q, k, v, beta[..., None], log_decay if is_vector else log_decay[..., None]]
-    q, k, v, beta, log_decay = (_chunked(x, groups, length) for x in each)
-    decay = mx.cumsum(log_decay, axis=-2)
-    lower = mx.tri(length, dtype=mx.float32) > 0
-    if is_vector:
+    is_vector, per_group = log_decay.ndim == 4, heads // groups
+    length = 2 * CHUNK if reads else VECTOR_CHUNK if is_vector else CHUNK
+    count = -(-tokens // length)
+
+    def chunked(x: mx.array, of_group: int) -> mx.array:
+        """[B, T, H, D] ➜ float32 [chunks, B, Hk, H / Hk, chunk, D]; zeros after the last token."""
+        x = mx.pad(x.astype(mx.float32), [(0, 0), (0, count * length - tokens), (0, 0), (0, 0)])
+        return x.reshape(rows, count, length, groups, of_group, -1).transpose(1, 0, 3, 4, 2, 5)
+
+    q, k, v, beta = chunked(q, 1), chunked(k, 1), chunked(v, per_group), chunked(beta[..., None], per_group)
+    decay = mx.cumsum(chunked(log_decay if is_vector else log_decay[..., None], per_group), axis=-2)
+    lower, since = mx.tri(length, dtype=mx.float32) > 0, mx.exp(decay)
+    read = chunked(reads[0], per_group) if reads else k
+    if reads:
+        products = lambda x: mx.tril((since * x) @ (k * mx.exp(-decay)).swapaxes(-1, -2))  # noqa: E731
+    elif is_vector:
         gaps = decay[..., :, None, :] - decay[..., None, :, :]
         ratios = mx.exp(mx.where(lower[..., None], gaps, -mx.inf))  # [..., chunk, chunk, Dk]
         products = lambda x: (x[..., :, None, :] * k[..., None, :, :] * ratios).sum(axis=-1)  # noqa: E731
     else:
         ratios = mx.exp(mx.where(lower, decay - decay.swapaxes(-1, -2), -mx.inf))
         products = lambda x: (x @ k.swapaxes(-1, -2)) * ratios  # noqa: E731
-    solution = unit_lower_inverse(beta * products(k)) * beta.swapaxes(-1, -2)
-    since, until = mx.exp(decay), mx.exp(decay[..., -1:, :] - decay)
-    parts = [solution @ v, solution @ (since * k), (until * k).swapaxes(-1, -2), since[..., -1:, :].swapaxes(-1, -2)]
-    state = state.reshape(1, rows, groups, heads // groups, size, -1).swapaxes(-1, -2)
-    states, added, state = _states(parts, state)
-    y = (since * q) @ states + products(q) @ added
-    return _tokens(y, tokens), state.swapaxes(-1, -2).reshape(rows, heads, size, -1)
+    solution = unit_lower_inverse(beta * products(read)) * beta.swapaxes(-1, -2)
+    until = mx.exp(decay[..., -1:, :] - decay)
+    parts = [solution @ v, solution @ (since * read), (until * k).swapaxes(-1, -2), since[..., -1:, :].swapaxes(-1, -2)]
+    state = state.reshape(1, rows, groups, per_group, size, -1).swapaxes(-1, -2)
+    states, added = [], []
+    # Split, not indexed: their gradients are joined then, and not each padded to all of it and added.
+    for new, slope, keys, rest in zip(*(mx.split(part, count) for part in parts), strict=True):
+        states.append(state)
+        added.append(mx.addmm(new, slope, state, alpha=-1))
+        state = mx.addmm(rest * state, keys, added[-1])
+    y = (since * q) @ mx.concatenate(states) + products(q) @ mx.concatenate(added)
+    y = y.transpose(1, 0, 4, 2, 3, 5).reshape(rows, count * length, heads, size)[:, :tokens]
+    return y, state.swapaxes(-1, -2).reshape(rows, heads, size, -1)
 
 
-@recomputed
-def rwkv7_rule(*inputs: mx.array) -> tuple[mx.array, mx.array]:
-    """S_t = S_{t-1} (diag(w_t) + a_t b_t^T) + v_t k_t^T and y_t = S_t r_t (RWKV-7, arXiv:2503.14456), by chunks.
+def rwkv7_rule(
+    r: mx.array, w: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: mx.array | None
+) -> tuple[mx.array, mx.array]:
+    """S_t = S_{t-1} (diag(w_t) + a_t b_t^T) + v_t k_t^T and y_t = S_t r_t (RWKV-7, arXiv:2503.14456): two steps of the
+    rule above, one that reads the decayed state by a and adds along b, one that adds v k^T. All [B, T, H, D], of state
+    [B, H, D, D]; w is at least 0.545. Gives y and the last state."""
 
-    inputs: r, w, k, v, a and b, [B, T, H, D]; the state, [B, H, D, D]. RWKV-7 bounds w, so that a chunk's decays
-    multiply to 0.545^64 at least: quotients are made of each alone. Gives y and the last state, float32.
-    """
-    *each, state = inputs
-    rows, tokens, heads, size = each[0].shape
-    r, w, k, v, a, b = (_chunked(x, heads, CHUNK) for x in each)
-    log_w = mx.log(mx.where(w == 0, 1, w))  # 0: after the last token
-    decay = mx.cumsum(log_w, axis=-2)
-    before, since, until = mx.exp(decay - log_w), mx.exp(decay), mx.exp(decay[..., -1:, :] - decay)
+    def steps(first: mx.array, second: mx.array) -> mx.array:
+        return mx.stack([first, second], axis=2).flatten(1, 2)
 
-    def products(x: mx.array, y: mx.array, diagonal: int) -> mx.array:
-        return mx.tril(x @ (y * mx.exp(-decay)).swapaxes(-1, -2), diagonal)
-
-    solution = unit_lower_inverse(-products(a * before, b, -1))
-    new, slope = solution @ (products(a * before, k, -1) @ v), -solution @ (a * before)
-    keys, more = (until * b).swapaxes(-1, -2), (until * k).swapaxes(-1, -2) @ v
-    state = state.reshape(1, rows, heads, 1, size, size).astype(mx.float32).swapaxes(-1, -2)
-    states, added, state = _states([new, slope, keys, since[..., -1:, :].swapaxes(-1, -2), more], state)
-    y = (since * r) @ states + products(since * r, b, 0) @ added + products(since * r, k, 0) @ v
-    return _tokens(y, tokens), state.swapaxes(-1, -2).reshape(rows, heads, size, size)
+    wide, nothing, beta = w.astype(mx.float32), mx.zeros(r.shape), mx.ones((len(r), 2 * r.shape[1], r.shape[2]))
+    inputs = steps(nothing, r), steps(b, k), steps(nothing, v), steps(mx.log(wide), nothing), beta
+    before = mx.zeros((len(r), *r.shape[2:], r.shape[3])) if state is None else state.astype(mx.float32)
+    y, last = recomputed(_chunks)(*inputs, before, steps(-a / wide, nothing))
+    return y[:, 1::2].astype(r.dtype), last
 
 
 @mx.custom_function

@@ -98,8 +98,7 @@ class Stage:
         return self.rank > self.first_trained
 
     def run(self, work: Callable[[], mx.array], hidden: mx.array | None) -> mx.array:
-        """What this rank's blocks make of `hidden`, [N, D], by work that calls the model; on the last rank its
-        result."""
+        """What this rank's blocks make of `hidden`, [N, D], by work that calls the model; the last rank's result."""
         self._input, self._runs = hidden, True
         try:
             result = work()

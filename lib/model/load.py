@@ -32,8 +32,7 @@ SLOWER = "6 to 10 times slower"  # 16 bits than float32 on a CPU (docs/performan
 
 
 def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
-    """The model as stored, or drawn from `seed`, in model.dtype, in evaluation mode. Raises UserError: mlx-lm cannot
-    load it."""
+    """The model as stored, or drawn from `seed`, in model.dtype, for evaluation. Raises UserError: it is unreadable."""
     folder, where = resolve(settings.path, settings.revision), f"model.path {settings.path}"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     method = (config.get("quantization_config") or {}).get("quant_method")  # PyTorch's; mlx-lm reads some
@@ -71,8 +70,7 @@ def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
 
 
 def _narrow(model: nn.Module, window: int, path: str) -> None:
-    """Lets the model attend to `window` tokens only. Raises UserError: a layer is no attention, or has a wider
-    window."""
+    """Lets the model attend to `window` tokens only. Raises UserError: a layer cannot, or has a wider window."""
     sizes = []
     for cache in make_prompt_cache(model):
         size = getattr(cache, "max_size", None)

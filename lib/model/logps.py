@@ -59,8 +59,7 @@ def completion_token_logps(
 def greedy_logps(model: nn.Module, inputs: StreamInputs) -> tuple[mx.array, mx.array]:
     """`completion_logps`, and whether greedy decoding would write each completion: bool [b, K]. In evaluation mode."""
     hidden, head = scored_states(model, inputs, layout_of(model).attention_window), head_of(model)
-    logps: list[mx.array] = []
-    are_likeliest: list[mx.array] = []
+    logps, are_likeliest = list[mx.array](), list[mx.array]()
     with dequantised_once(model, len(hidden), hidden):
         for h, t in _chunks(model, head, hidden, inputs["targets"]):
             logits = head(after(h, logps[-1:]))
@@ -73,8 +72,7 @@ def greedy_logps(model: nn.Module, inputs: StreamInputs) -> tuple[mx.array, mx.a
 def _of_scored(
     model: nn.Module, inputs: StreamInputs, figures_of: Callable[[mx.array, mx.array], list[mx.array]], count: int = 1
 ) -> list[mx.array]:
-    """figures_of(what the head sees, targets) of the scored tokens, float32 [M] each of so many; zeros on a rank whose
-    stage has no head."""
+    """figures_of(what the head sees, targets), float32 [M] each of so many; zeros on a rank whose stage has no head."""
     states, stage = scored_states(model, inputs, layout_of(model).attention_window), layout_of(model).stage
     has_head = stage is None or stage.is_last
     return figures_of(states, inputs["targets"]) if has_head else [mx.zeros(inputs["targets"].shape)] * count
@@ -194,8 +192,7 @@ def _logps(logits: mx.array, targets: mx.array) -> mx.array:
 
 @mx.compile
 def _slope(probabilities: mx.array, targets: mx.array) -> mx.array:
-    """d logp / d logits: one at the target, minus the probabilities; of a part of the vocabulary without the one, where
-    the target is another rank's token."""
+    """d logp / d logits: one at the target, unless it is another rank's token, minus the probabilities."""
     return (mx.arange(probabilities.shape[-1])[None] == targets[:, None]) - probabilities
 
 

@@ -138,8 +138,7 @@ class TokenDropout(nn.Dropout):
 
 
 def use_low_rank_linear(model: nn.Module) -> None:
-    """Replaces mlx-lm's LoRALinear without dropout, its DoRALinear and its dropout by ours, of the same parameters and
-    names."""
+    """Replaces mlx-lm's LoRALinear without dropout, its DoRALinear and its dropout by ours, of the same parameters."""
     layers, layout = {id(module): name for name, module in model.named_modules()}, layout_of(model)
 
     def of_tokens(module: nn.Module) -> nn.Module | None:

@@ -238,8 +238,7 @@ def _tidy_unit(width: int, group_size: int, ranks: int) -> int:
 
 
 def apportion(total: int, weights: Sequence[float] | np.ndarray, unit: int = 1, what: str = "parts") -> tuple[int, ...]:
-    """Splits `total` in multiples of `unit` by largest remainder, one at least each. Raises UserError: too many
-    ranks."""
+    """Splits `total` in multiples of `unit` by largest remainder, at least 1 each. Raises UserError: too many ranks."""
     units, ranks = total // unit, len(weights)
     if ranks == 1:  # nothing is cut
         return (total,)

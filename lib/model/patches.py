@@ -20,18 +20,24 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import activations, bailing_hybrid, base, gated_delta, jamba, mamba, rwkv7, ssm
+from mlx_lm.models import (
+    activations,
+    bailing_hybrid,
+    bailing_moe_linear,
+    base,
+    gated_delta,
+    jamba,
+    mamba,
+    recurrent_gemma,
+    rwkv7,
+    ssm,
+)
 
 from lib.model import recurrences
 from lib.model.gated_delta import gated_delta_rule, rwkv7_rule
 
 # Names in the model's file.
 PATCHED = ("scaled_dot_product_attention", "swiglu", "gated_delta_update", "ssm_update", "rnn_scan", "recurrent_gla")
-_attention, _swiglu, _gated_delta = (
-    base.scaled_dot_product_attention,
-    activations.swiglu,
-    gated_delta.gated_delta_update,
-)
 
 
 def derived(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
@@ -91,43 +97,30 @@ def _replace_function(model: nn.Module, name: str, plain: Any, ours: Any) -> Non
 
 def attend_by_cache(model: nn.Module) -> None:
     """Lets the attention of the model's family leave it to caches that attend by themselves; others are as before."""
-    _replace_function(model, "scaled_dot_product_attention", _attention, _attention_or_cache)
+    _replace_function(model, "scaled_dot_product_attention", base.scaled_dot_product_attention, _attention_or_cache)
 
 
-@functools.wraps(_attention)
+@functools.wraps(base.scaled_dot_product_attention)
 def _attention_or_cache(
     queries: mx.array, keys: mx.array, values: mx.array, cache: Any, *args: Any, **options: Any
 ) -> Any:
     if not hasattr(cache, "attend"):
-        return _attention(queries, keys, values, cache, *args, **options)
+        return base.scaled_dot_product_attention(queries, keys, values, cache, *args, **options)
     options |= dict(zip(("scale", "mask"), args, strict=False))  # gpt_oss hands scale on by position
     return cache.attend(queries, keys, values, **options)
 
 
 def use_quick_recurrences(model: nn.Module) -> None:
-    """Lets the model's family use `gated_delta_rule` and lib/model/recurrences.py where mlx-lm would run its loops over
-    more than a token."""
-    _replace_function(model, "gated_delta_update", _gated_delta, _gated_delta_or_loop)
+    """Lets the model's family use gated_delta.py and recurrences.py where mlx-lm would loop over several tokens."""
+    _replace_function(model, "gated_delta_update", gated_delta.gated_delta_update, _gated_delta_or_loop)
     _replace_function(model, "ssm_update", ssm.ssm_update, recurrences.state_space_pieces)
-    for file in {sys.modules[type(part).__module__] for part in model.modules()}:
-        if "rnn_scan" in vars(file):
-            vars(file)["rnn_scan"] = recurrences.gated_linear_unit
-        if "recurrent_gla" in vars(file):  # bailing_moe_linear's is a loop
-            vars(file)["recurrent_gla"] = bailing_hybrid.recurrent_gla
-
-    def rwkv7_chunks(plain: Any) -> Any:
-        def call(self: Any, *inputs: mx.array) -> tuple[mx.array, mx.array]:
-            r, *others, state = inputs
-            if r.shape[1] == 1 or (mx.metal.is_available() and not self.training):  # whose kernel has no gradient
-                return plain(self, *inputs)  # type: ignore[no-any-return]
-            y, state = rwkv7_rule(r, *others, mx.zeros((len(r), *r.shape[2:], r.shape[3])) if state is None else state)
-            return y.astype(r.dtype), state
-
-        return call
+    _replace_function(model, "rnn_scan", recurrent_gemma.rnn_scan, recurrences.gated_linear_unit)
+    _replace_function(model, "recurrent_gla", bailing_moe_linear.recurrent_gla, bailing_hybrid.recurrent_gla)
+    rwkv7_steps = lambda plain: lambda *args: plain(*args) if args[1].shape[1] == 1 else rwkv7_rule(*args[1:])  # noqa: E731
 
     def quick(part: nn.Module) -> nn.Module | None:
         if type(part) is rwkv7.Rwkv7TimeMixing:
-            return with_methods(part, _wkv7=rwkv7_chunks)
+            return with_methods(part, _wkv7=rwkv7_steps)
         if type(part) not in (mamba.MambaBlock, jamba.JambaMambaMixer):
             return None
         process = jamba.JambaMambaMixer._process_sequence  # the same, with a step of many tokens
@@ -136,14 +129,14 @@ def use_quick_recurrences(model: nn.Module) -> None:
     replace_modules(model, quick)
 
 
-@functools.wraps(_gated_delta)
+@functools.wraps(gated_delta.gated_delta_update)
 def _gated_delta_or_loop(
     q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, *others: Any, **options: Any
 ) -> tuple[mx.array, mx.array]:
     options |= dict(zip(("A_log", "dt_bias", "state", "mask"), others, strict=False))
     has_kernel = options.get("use_kernel", True) and mx.metal.is_available()
     if has_kernel or q.shape[1] == 1 or options.get("mask") is not None:
-        return _gated_delta(q, k, v, a, b, **options)  # type: ignore[no-any-return]
+        return gated_delta.gated_delta_update(q, k, v, a, b, **options)  # type: ignore[no-any-return]
     rate, bound = mx.exp(options["A_log"].astype(mx.float32)), options.get("lower_bound")
     shifted = a.astype(mx.float32) + options["dt_bias"]
     log_decay = -rate * nn.softplus(shifted) if bound is None else bound * mx.sigmoid(rate * shifted)
@@ -155,14 +148,16 @@ def _gated_delta_or_loop(
 
 def use_lean_swiglu(model: nn.Module) -> None:
     """Lets the model's family use `lean_swiglu`, or `quick_swiglu` on a CPU: the same values."""
-    _replace_function(model, "swiglu", _swiglu, quick_swiglu if mx.default_device() == mx.cpu else lean_swiglu)
+    _replace_function(
+        model, "swiglu", activations.swiglu, quick_swiglu if mx.default_device() == mx.cpu else lean_swiglu
+    )
 
 
 @mx.custom_function
 def lean_swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """silu(gate) * x (SwiGLU, arXiv:2002.05202), which keeps nothing for the backward pass but its two inputs. The
     derivative's halves have no expression in common with each other or the forward pass: `mx.compile` would keep it."""
-    return _swiglu(gate, x)
+    return activations.swiglu(gate, x)
 
 
 @lean_swiglu.vjp

@@ -191,8 +191,7 @@ def _layer_and_part(name: str, where: str) -> tuple[str, str]:
 
 
 def load(model: nn.Module, folder: Path, settings: ModelSettings) -> None:
-    """Starts a model from a PEFT adapter. Raises UserError: it cannot be read, or wants other settings, which are
-    named."""
+    """Starts a model from a PEFT adapter. Raises UserError: it is unreadable, or of other settings, which are named."""
     where, adapter = f"model.adapter {folder}", with_names_of(model, read(folder, "model.adapter"))
     _require_same_weights(model, adapter.whole, where)
     if HEAD in adapter.layers and HEAD not in dict(model.named_modules()):

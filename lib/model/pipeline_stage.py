@@ -68,8 +68,7 @@ def _unknown(output: Any) -> Any:
 
 
 def outline_of(model: nn.Module) -> Outline:
-    """How a model runs, by a lazy run of its code. Raises UserError: its blocks take more than the output of the one
-    before."""
+    """How a model runs, by a lazy run of its code. Raises UserError: its blocks are no chain."""
     cannot = f"strategy=pipelined cannot cut a model of family {family_of(model)}"
     outline, units, count = Outline([], [], [], set(), set()), dict(_units(model)), len(model.layers)
 

@@ -23,7 +23,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from lib.config.settings import DataSettings
-from lib.errors import UserError
+from lib.errors import UserError, in_one_line
 from lib.model.layout import (
     ModelLayout,
     backbone_of,
@@ -327,7 +327,7 @@ def cannot_share_prompts(model: nn.Module) -> str | None:
             except UserError:
                 raise
             except Exception as reason:  # a family's own code may raise anything on inputs that it does not expect
-                fault = f"its blocks do not take a stream: {_line(reason)}"
+                fault = f"its blocks do not take a stream: {in_one_line(reason, 80)}"
             if fault is None:
                 break
     finally:
@@ -339,12 +339,11 @@ def cannot_share_prompts(model: nn.Module) -> str | None:
 def _stream_fault(model: nn.Module) -> str | None:
     prompt, first, second = (np.random.default_rng(i).integers(0, 16, n).tolist() for i, n in enumerate((5, 3, 3)))
     mask = np.ones((1, 2, 1))
-    rows = arrays_of(
-        {"prefix_length": 0, "tokens": np.array([*prompt, *first, *prompt, *second], np.int32), "mask": mask}
-    )
+    whole_rows = np.array([*prompt, *first, *prompt, *second], np.int32)
+    rows = arrays_of({"prefix_length": 0, "tokens": whole_rows, "mask": mask})
     tokens, offsets = np.array([*prompt, *first, *second], np.int32), np.array([*range(8), 5, 6, 7], np.int32)
     stream = arrays_of({"prefix_length": 5, "tokens": tokens, "offsets": offsets, "mask": mask})
-    layout, scored, tolerance = layout_of(model), mx.array([4, 5, 4, 8, 0]), rounding_tolerance(model)
+    layout, scored, tolerance = layout_of(model), mx.array([4, 5, 8]), rounding_tolerance(model)
     stage = layout.stage
 
     def states(inputs: StreamInputs, scored: mx.array | None = None) -> mx.array:
@@ -370,10 +369,8 @@ def _stream_fault(model: nn.Module) -> str | None:
 
 
 def _trained_states(model: nn.Module, states: Callable[[], mx.array]) -> mx.array:
-    """What `states` gives. Their gradient is made as well, but not computed. Raises UserError: the family's code cannot
-    do one of them here."""
+    """What `states` gives, with a gradient made of them. Raises UserError: the family's code cannot do one of both."""
     trained = model.trainable_parameters()
-
     held = [(module, name, value) for module in model.modules() for name, value in module.items()]
     try:
         if tree_flatten(trained) and layout_of(model).stage is None:
@@ -382,25 +379,14 @@ def _trained_states(model: nn.Module, states: Callable[[], mx.array]) -> mx.arra
         outputs = states()
     except Exception as reason:
         model.update(trained)
-        raise UserError(f"mlx-lm's {family_of(model)} cannot be trained here: {_line(reason)}") from None
+        raise UserError(f"mlx-lm's {family_of(model)} cannot be trained here: {in_one_line(reason, 80)}") from None
     # gemma3n clips some weights at every call: once is enough, and a compiled call would leave a trace in them.
     changed = {id(module) for module, name, value in held if module[name] is not value}
     if changed:
         mx.eval(outputs)
-        replace_modules(model, lambda part: with_methods(part, __setattr__=_no_array) if id(part) in changed else None)
+        fixed = lambda plain: lambda m, name, v: None if isinstance(v, mx.array) else plain(m, name, v)  # noqa: E731
+        replace_modules(model, lambda part: with_methods(part, __setattr__=fixed) if id(part) in changed else None)
     return outputs
-
-
-def _no_array(plain: Any) -> Any:
-    def assign(module: nn.Module, name: str, value: Any) -> None:
-        if not isinstance(value, mx.array):
-            plain(module, name, value)
-
-    return assign
-
-
-def _line(reason: Exception) -> str:
-    return f"{type(reason).__name__}: {' '.join(str(reason).split())[:80]}"
 
 
 def rounding_tolerance(model: nn.Module) -> float:
