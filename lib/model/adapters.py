@@ -112,9 +112,9 @@ def _load_adapter(model: nn.Module, folder: Path, settings: ModelSettings) -> No
         peft_adapters.load(model, folder, settings)
         return
     arrays, stored = adapter_files.stored_arrays(folder, "model.adapter")
-    where, common = f"model.adapter {folder}", stored.get("lora_parameters") or {}
+    where, common = f"model.adapter {folder}", stored.get("lora_parameters") or {"scale": settings.scale}
     layers = {
-        name: AdapterLayer(rank, stored.get("layers", {}).get(name, common).get("scale", settings.scale))
+        name: AdapterLayer(rank, stored.get("layers", {}).get(name, common)["scale"])
         for name, rank in adapter_files.ranks_of(adapter_files.described(arrays)).items()
     }
     peft_adapters.require_settings(model, settings, layers, stored.get("fine_tune_type", "lora"), where)

@@ -74,8 +74,9 @@ def _of_scored(
 ) -> list[mx.array]:
     """figures_of(what the head sees, targets), float32 [M] each of so many; zeros on a rank whose stage has no head."""
     states, stage = scored_states(model, inputs, layout_of(model).attention_window), layout_of(model).stage
-    has_head = stage is None or stage.is_last
-    return figures_of(states, inputs["targets"]) if has_head else [mx.zeros(inputs["targets"].shape)] * count
+    if stage is None or stage.is_last:
+        return figures_of(states, inputs["targets"])
+    return [mx.zeros(inputs["targets"].shape)] * count
 
 
 def _of_completions(figures: mx.array, inputs: StreamInputs) -> mx.array:

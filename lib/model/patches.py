@@ -116,11 +116,11 @@ def use_quick_recurrences(model: nn.Module) -> None:
     _replace_function(model, "ssm_update", ssm.ssm_update, recurrences.state_space_pieces)
     _replace_function(model, "rnn_scan", recurrent_gemma.rnn_scan, recurrences.gated_linear_unit)
     _replace_function(model, "recurrent_gla", bailing_moe_linear.recurrent_gla, bailing_hybrid.recurrent_gla)
-    rwkv7_steps = lambda plain: lambda *args: plain(*args) if args[1].shape[1] == 1 else rwkv7_rule(*args[1:])  # noqa: E731
+    steps = lambda plain: lambda *args: plain(*args) if args[1].shape[1] == 1 else rwkv7_rule(*args[1:])  # noqa: E731
 
     def quick(part: nn.Module) -> nn.Module | None:
         if type(part) is rwkv7.Rwkv7TimeMixing:
-            return with_methods(part, _wkv7=rwkv7_steps)
+            return with_methods(part, _wkv7=steps)
         if type(part) not in (mamba.MambaBlock, jamba.JambaMambaMixer):
             return None
         process = jamba.JambaMambaMixer._process_sequence  # the same, with a step of many tokens

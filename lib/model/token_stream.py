@@ -83,7 +83,7 @@ def _states(
             stack.callback(setattr, layout, "token_keys", None)
         if model.training and "noise_scales" in inputs:
             place = embedding_of(model)
-            assert place is not None, "a step without an embedding was made"
+            assert place is not None
             noisy = _noisy(place[0][place[1]], inputs["noise_keys"], inputs["noise_scales"])
             stack.enter_context(Replaced(*place, noisy))
         if inputs["prefix_length"] == 0 and "suffix_indices" not in inputs and window is None:
