@@ -139,8 +139,8 @@ def _parser() -> command_line.Parser:
     ports = "the first port that ranks listen at (default: %(default)s)"
     add("--starting-port", type=int, default=32323, metavar="PORT", help=ports)
     add("--mpi-arg", action="append", default=[], metavar="WORD", help="a further word for mpirun")
-    found = "those of --hosts or all that are found (~/.ssh/config, mDNS, Thunderbolt)"
-    emitted = f"print a file and start nothing. hostfile: the machines that answer over ssh, {found}; else: a job"
+    answering = "those of --hosts or all that are found (~/.ssh/config, mDNS, Thunderbolt)"
+    emitted = f"print a file and start nothing. hostfile: the machines that answer over ssh, {answering}; else: a job"
     add("--emit", choices=("hostfile", "slurm", "mpijob"), help=emitted)
     add("--directory", help="the project's folder on the hosts (default: as here)")
     add("--python", help="the interpreter on the hosts (default: as here)")
@@ -191,11 +191,11 @@ def checked(job: Job) -> Job:
         return job
     config = load.load(ROOT / (options.config or train_arguments.QUICKSTART), options.overrides)
     if any(host.map or host.directory for host in job.hosts):
-        given = {word.partition("=")[0] for word in words}
+        overridden = {word.partition("=")[0] for word in words}
         sections = ((name, section) for name, section in config.model_dump().items() if isinstance(section, dict))
         paths = {f"{name}.{key}": value for name, section in sections for key, value in section.items()}
         is_path = {key: isinstance(value, str) and value.startswith("/") for key, value in paths.items()}
-        words += tuple(f"{key}={value}" for key, value in paths.items() if is_path[key] and key not in given)
+        words += tuple(f"{key}={value}" for key, value in paths.items() if is_path[key] and key not in overridden)
     return replace(job, command=words)
 
 
@@ -209,11 +209,11 @@ def this_host(job: Job, role: str) -> Host:
     needs a starter, or this machine is not the host that it should be."""
     if job.backend == "mpi":
         raise UserError("--role is for ring, jaccl and nccl: mpirun reaches the other hosts over ssh")
-    mine = [host for host in job.hosts if ssh.is_this_machine(host)]
-    if len(mine) != 1 or (mine[0] == job.hosts[0]) != (role == "primary"):
-        names, here = ", ".join(host.name for host in job.hosts), ", ".join(host.name for host in mine) or "none"
+    local = [host for host in job.hosts if ssh.is_this_machine(host)]
+    if len(local) != 1 or (local[0] == job.hosts[0]) != (role == "primary"):
+        names, here = ", ".join(host.name for host in job.hosts), ", ".join(host.name for host in local) or "none"
         raise UserError(f"--role {role}: of the hosts {names} this machine is {here}; the first is the primary")
-    return mine[0]
+    return local[0]
 
 
 def wait_for_others(job: Job, here: Host, path: Path, note: Callable[[str], None]) -> bytes:

@@ -72,10 +72,10 @@ def candidates(home: Path) -> list[str]:
     with ThreadPoolExecutor() as pool:
         outputs = pool.map(lambda tool: os_commands.run(tool[0], BROWSE_SECONDS).output, TOOLS)
     for (words, pattern), output in zip(TOOLS, outputs, strict=True):
-        found = [name for match in re.finditer(pattern, output, re.MULTILINE) for name in match.groups()]
+        announced = [name for match in re.finditer(pattern, output, re.MULTILINE) for name in match.groups()]
         if words[0] == "dns-sd":  # the machine that people call "Anna's Mac" is Annas-Mac.local
-            found = [name.replace("'", "").replace(" ", "-") + ".local" for name in found]
-        names += found
+            announced = [name.replace("'", "").replace(" ", "-") + ".local" for name in announced]
+        names += announced
     return [name for name in dict.fromkeys(names) if NAME.fullmatch(name) and name != "localhost"]
 
 

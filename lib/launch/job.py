@@ -81,11 +81,11 @@ class Job:
 
 def resume_command(command: Sequence[str], run: str, same_world: bool) -> tuple[str, ...]:
     """The command that resumes a run. The run's folder has its settings; those that were given beside them are kept."""
-    kept = [word for word in command[1:] if "=" in word and not word.startswith(("-", "run.dir=", "run.name="))]
+    overrides = [word for word in command[1:] if "=" in word and not word.startswith(("-", "run.dir=", "run.name="))]
     if not same_world:  # shares were given for other ranks: plan again
-        kept = [word for word in kept if not word.startswith(("plan.shares=", "plan.micro_batch_sizes="))]
-        kept += ["plan.shares=null", "plan.micro_batch_sizes=null"]
-    return (command[0], "--resume", run, *kept)
+        overrides = [word for word in overrides if not word.startswith(("plan.shares=", "plan.micro_batch_sizes="))]
+        overrides += ["plan.shares=null", "plan.micro_batch_sizes=null"]
+    return (command[0], "--resume", run, *overrides)
 
 
 # ---- How ranks find each other
@@ -115,10 +115,10 @@ def ports_of(job: Job) -> dict[str, list[int]]:
 def rank_commands(job: Job) -> list[RankCommand]:
     """The processes of a start, in rank order; with mpi: mpirun on the first host, and a connection to each other one.
     Raises UserError: the name of a host does not resolve to an IPv4 address."""
-    given = {"PYTHONUNBUFFERED": "1", **job.environment}
+    variables_of_all = {"PYTHONUNBUFFERED": "1", **job.environment}
     if job.backend == "mpi":
         files = {"hostfile": hostfile.to_text(job.hosts)}
-        mpirun = RankCommand(job.hosts[0], None, tuple(_mpirun(job, given)), given, files)
+        mpirun = RankCommand(job.hosts[0], None, tuple(_mpirun(job, variables_of_all)), variables_of_all, files)
         return [mpirun, *(RankCommand(host, None, (), {}) for host in job.hosts[1:])]
     common, files = _addresses(job) if job.size > 1 else ({}, {})
     commands: list[RankCommand] = []
@@ -127,7 +127,7 @@ def rank_commands(job: Job) -> list[RankCommand]:
             variables = {**common, "MLX_RANK": str(len(commands))} if job.size > 1 else {}
             if job.backend == "nccl":
                 variables["CUDA_VISIBLE_DEVICES"] = str(local_rank)
-            variables |= hostfile.environment(host.environment, host.name) | given  # --env wins
+            variables |= hostfile.environment(host.environment, host.name) | variables_of_all  # --env wins
             commands.append(RankCommand(host, len(commands), tuple(job.full_command(host)), variables, files))
     return commands
 

@@ -168,9 +168,9 @@ def check_files(request: Request) -> Finding:
         if wanted is None:
             look = f"ls -l {shlex.quote(str(Path(path).parent))}"
             return Finding("failed", f"{path} is not on this machine", look, "correct the path in the configuration")
-        if (found := digest(Path(there))) != wanted:
+        if (actual := digest(Path(there))) != wanted:
             copy = request.sync_line.replace("--sync PATH", f"--sync {shlex.quote(path)}")
-            wrong = "differs from the one here" if found else "is missing"
+            wrong = "differs from the one here" if actual else "is missing"
             return Finding("failed", f"{there} {wrong}", copy, "or map=HERE:THERE in the host file")
     return Finding("ok")
 

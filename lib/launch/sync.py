@@ -53,13 +53,13 @@ def _files(source: Path) -> dict[str, Path]:
     """What is copied of a file or folder, by its path in the folder."""
     if source.is_file():
         return {source.name: source}
-    found: dict[str, Path] = {}
+    inside_source: dict[str, Path] = {}
     for folder, inside, names in os.walk(source):
         if source == ROOT:
             inside[:] = [name for name in inside if not NOT_COPIED.fullmatch(name)]
         paths = [Path(folder, name) for name in names if source != ROOT or not NOT_COPIED.fullmatch(name)]
-        found |= {path.relative_to(source).as_posix(): path for path in paths if path.is_file()}
-    return found
+        inside_source |= {path.relative_to(source).as_posix(): path for path in paths if path.is_file()}
+    return inside_source
 
 
 def _copy(job: Job, host: Host, named: str, source: Path, digests: Mapping[str, str]) -> None:
@@ -114,8 +114,8 @@ def _install(job: Job, host: Host, folder: str) -> None:
 def _by_python(job: Job, host: Host, words: Sequence[str]) -> str:
     """A command of a shell that runs words by the first Python there that is new enough."""
     test, needed = "import sys; sys.exit(sys.version_info < (3, 11))", "a Python from 3.11 on is needed there"
-    given = shlex.quote(host.python) if host.python else ""
-    command = f'for python in {given} {PYTHONS}; do "$python" -c {shlex.quote(test)} 2>/dev/null && '
+    configured = shlex.quote(host.python or "")
+    command = f'for python in {configured} {PYTHONS}; do "$python" -c {shlex.quote(test)} 2>/dev/null && '
     command += f'exec "$python" {shlex.join(words)}; done; echo "error: {needed}" >&2; exit 2'
     return f"exec sh -c {shlex.quote(command)}"
 

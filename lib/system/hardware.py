@@ -91,7 +91,7 @@ def is_translated() -> bool:
 
 def versions(packages: Sequence[str] = ("mlx", "mlx-lm")) -> dict[str, str]:
     """Of those that are installed; by default of those whose change makes a measurement stale."""
-    installed = {found.name.lower(): found.version for found in metadata.distributions()}
+    installed = {package.name.lower(): package.version for package in metadata.distributions()}
     return {name: installed[name] for name in packages if name in installed}
 
 

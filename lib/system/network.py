@@ -59,8 +59,8 @@ def likeliest_first(addresses: Sequence[str]) -> list[str]:
 
     def unlikely(address: str) -> int:
         with contextlib.suppress(ValueError):
-            known = ipaddress.ip_address(address.partition("%")[0])
-            return 2 if known.is_loopback else int(known.is_link_local)
+            parsed = ipaddress.ip_address(address.partition("%")[0])
+            return 2 if parsed.is_loopback else int(parsed.is_link_local)
         return 0
 
     return sorted(set(addresses), key=lambda address: (unlikely(address), address))

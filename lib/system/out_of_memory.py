@@ -155,8 +155,8 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, OutOfMemory | None]:
     except (OutOfMemory, RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        known = getattr(error, "ranks", ()), getattr(error, "needed_bytes", ())
-        failure = OutOfMemory(str(error) or "std::bad_alloc", *known)
+        details = getattr(error, "ranks", ()), getattr(error, "needed_bytes", ())
+        failure = OutOfMemory(str(error) or "std::bad_alloc", *details)
     release()
     return None, failure
 

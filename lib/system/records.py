@@ -224,19 +224,19 @@ def _record_of(line: bytes) -> Record | None:
 
 def rewind(path: Path, step: int) -> int:
     """Cuts a log back to a checkpoint's step; what is cut goes to `discarded/` beside it. How many lines were cut."""
-    lines, kept = path.read_bytes().splitlines(keepends=True), 0
+    lines, whole = path.read_bytes().splitlines(keepends=True), 0
     for line in lines:
         entry = _record_of(line)
         if entry is None or not line.endswith(b"\n") or (entry.get("step") or 0) > step or entry["kind"] == "end":
             break
-        kept += 1
-    if kept < len(lines):
+        whole += 1
+    if whole < len(lines):
         discarded = path.parent / "discarded" / path.name
         discarded.parent.mkdir(exist_ok=True)
         with discarded.open("ab") as log:
-            log.write(b"".join(lines[kept:]).removesuffix(b"\n") + b"\n")
-        files.write_atomically(path, b"".join(lines[:kept]))
-    return len(lines) - kept
+            log.write(b"".join(lines[whole:]).removesuffix(b"\n") + b"\n")
+        files.write_atomically(path, b"".join(lines[:whole]))
+    return len(lines) - whole
 
 
 def first_missed(path: Path, resumes: Sequence[Sequence[int]], ids: Sequence[str], index: int = 0) -> int:
