@@ -257,7 +257,7 @@ def cable(trials: Trials) -> str:
             raise LeftOut(f"no cable was pulled within {CABLE_SECONDS:.0f} s")
         if not restarted:
             raise UserError("the cable was pulled, and the others did not go on")
-        went_on = reached(lambda: step() >= last + 20)
+        went_on = reached(lambda: step() >= last + 20, START_SECONDS)
         print(">>> Put it back.\n", flush=True)
         if not went_on:
             raise UserError("after the cable was pulled no step followed")
