@@ -392,7 +392,7 @@ def _trained_states(model: nn.Module, states: Callable[[], mx.array]) -> mx.arra
 def rounding_tolerance(model: nn.Module) -> float:
     """By how much of their norm two orders of the same operations may differ in hidden states."""
     if any(a.dtype not in (mx.float32, mx.uint32) for _, a in tree_flatten(model.parameters())):
-        return 0.03
+        return 0.1  # 26 roundings of bfloat16; 24 blocks of Qwen3.5 make 60 of float32, and 0.045 on an H200
     # A GPU multiplies float32 in TF32, whose mantissa has 10 bits, unless MLX_ENABLE_TF32=0.
     return 1e-4 if mx.default_device() == mx.cpu else 0.01
 
