@@ -127,7 +127,7 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
     hosts = host_names(world)
     plan = run_facts.plan_run(config, world, hosts, read.data, folder if resume else None)
     console.show_run(say, folder, config.model, config.train, plan, read, steps)
-    console.show_plan(say, config.train, config.cost, plan, read, steps)
+    console.show_plan(say, config.train, config.cost, plan, read, config.data.max_length, steps)
     console.attend_displays(say, config.metal, world, hosts, dry_run)
 
     # Model: the base, and what is trained of it; in parts, where the plan divides it.

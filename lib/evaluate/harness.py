@@ -224,6 +224,8 @@ def evaluate_tasks(subject: StoredModel, options: argparse.Namespace, world: Wor
     out = Path(options.out or options.home / f"tasks-{'-'.join(names).replace('/', '-')}.json")
     partial_results = out.with_name(f"{out.name}.partial")
     with world.agreeing("reading the model"):
+        if options.tasks_folder is not None and not Path(options.tasks_folder).is_dir():
+            raise UserError(f"--tasks-folder {options.tasks_folder}: no such folder")
         files.require_absent(out)
         if importlib.util.find_spec(PACKAGE) is None:
             install = f".venv/bin/python -m pip install -c constraints.txt {PACKAGE}"

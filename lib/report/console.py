@@ -247,7 +247,13 @@ def show_run(
 
 
 def show_plan(
-    say: RunConsole, train: TrainSettings, prices: CostSettings, plan: ClusterPlan, inputs: Inputs, steps: int
+    say: RunConsole,
+    train: TrainSettings,
+    prices: CostSettings,
+    plan: ClusterPlan,
+    inputs: Inputs,
+    max_length: int,
+    steps: int,
 ) -> None:
     """Every rank's part, every strategy's prediction, and what is likely to be a mistake."""
     if len(plan.ranks) > 1:
@@ -259,16 +265,16 @@ def show_plan(
         _show_predictions(say, prices, plan, steps)
     labels = inputs.data.labels
     uneven = None if labels is None else uneven_labels(len(labels), int(labels.sum()), train)
-    for text in (*plan.warnings, *filter(None, [uneven]), *_rows_left_out(inputs)):
+    for text in (*plan.warnings, *filter(None, [uneven]), *_rows_left_out(inputs, max_length)):
         say.warning(text)
 
 
-def _rows_left_out(inputs: Inputs) -> Iterator[str]:
+def _rows_left_out(inputs: Inputs, max_length: int) -> Iterator[str]:
     every: list[Any] = [inputs.data, inputs.valid]
     for rows in filter(None, every):
         if rows.truncated_count:
             count = f"{'about ' * rows.is_estimated}{rows.truncated_count} of {len(rows)}"
-            yield f"{rows.path}: {count} rows are cut to data.max_length"
+            yield f"{rows.path}: {count} rows cut to data.max_length={max_length} tokens"
         if rows.skipped:
             first = "; ".join(rows.skipped[:5]) + " ..." * (rows.skipped_count > 5)
             yield f"{rows.path}: {rows.skipped_count} unusable rows left out (data.skip_invalid): {first}"

@@ -11,12 +11,13 @@ from typing import Any
 import mlx.nn as nn
 from rich.text import Text
 
-from lib.config.settings import Config, DataSettings, ModelSettings, RolloutSettings
+from lib.config.settings import Config, DataSettings, EvaluateSettings, ModelSettings, RolloutSettings
 from lib.data import sources, tokenizer
 from lib.data.dataset import Dataset
 from lib.data.groups import load_groups
 from lib.data.inspect import facts_of, picture
 from lib.data.prompts import Prompts, Question, load_questions, open_prompts
+from lib.data.record_formats import Unusable
 from lib.data.streaming import StreamedDataset, open_held_out, open_training
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import Tokenizer, Vocabulary
@@ -128,7 +129,26 @@ def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     if of_model is not None and (examples := data.examples([0])):  # in one line, cut at its beginning where it is long
         text = Text("↵").join(picture(examples[0], of_model, 0, "green").split("\n", allow_blank=True))
         first_row = Text("... ").append_text(text[-SHOWN_CHARACTERS:]) if len(text) > SHOWN_CHARACTERS else text
-    return Inputs(of_model, data, valid, questions, first_row, held_out)
+    inputs = Inputs(of_model, data, valid, questions, first_row, held_out)
+    if words.positions is not None and of_model is not None:
+        _require_room(config.evaluate, inputs, words)
+    return inputs
+
+
+def _require_room(settings: EvaluateSettings, inputs: Inputs, words: Vocabulary) -> None:
+    """Raises UserError where a greedy answer of an evaluation may end beyond the model's table of positions."""
+    prompts, rows, answers = inputs.held_out, inputs.valid or inputs.data, list[tuple[str, int]]()
+    if prompts is not None:
+        count = min(len(prompts), settings.answers_limit)
+        answers = [(prompts.records.location(row), len(prompts.ids[row])) for row in range(count)]
+    elif not inputs.questions:
+        examples = rows.examples(range(min(settings.samples, len(rows))))
+        answers = [(f"{rows.path}, row {each.row} (evaluate.samples)", len(each.prompt_ids)) for each in examples]
+    for place, tokens in answers:
+        try:
+            words.check_answer(tokens, settings.max_tokens, "evaluate.max_tokens")
+        except Unusable as why:
+            raise UserError(f"{place}: {why}") from None
 
 
 def _prompts(
