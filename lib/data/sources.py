@@ -163,14 +163,16 @@ def _build(file: Path, stamp: list[int], folder: Path, columns: Columns, kind: R
     """Indexes a file in one pass: checks every record, and enters the usable ones."""
     folder.mkdir(parents=True, exist_ok=True)
     digest, formats, unread = hashlib.sha256(), dict[str, list[int]](), dict[str, None]()
-    unusable, count = list[tuple[int, str]](), 0
+    unusable, unusable_count, count = list[tuple[int, str]](), 0, 0
     with (folder / ENTRIES).open("wb") as entries, (folder / LINES).open("wb") as lines:
         for number, (line, offset, raw, record) in enumerate(record_files.scan(file)):
             rows = rows_of(record, columns, kind)
             if not isinstance(record, Unusable) and number < LOOKED_AT:
                 unread |= dict.fromkeys(unread_columns(record, columns, kind))
             if isinstance(record, Unusable) or isinstance(rows[0], Unusable):
-                unusable.append((line, str(rows[0])))
+                unusable_count += 1
+                if len(unusable) < NAMED:
+                    unusable.append((line, str(rows[0])))
                 continue
             if file.suffix == ".gz" or not raw:
                 values = {name: value for name, value in record.items() if value is not None}
@@ -189,7 +191,7 @@ def _build(file: Path, stamp: list[int], folder: Path, columns: Columns, kind: R
     if [*_stamp(file), file.stat().st_ctime_ns] != stamp:
         raise UserError(f"{file} changed while it was indexed; start again when it is complete")
     facts: JSON = {"digest": digest.hexdigest(), "formats": formats, "unread": [*unread]}
-    facts |= {"unusable": unusable[:NAMED], "unusable_count": len(unusable)}
+    facts |= {"unusable": unusable, "unusable_count": unusable_count}
     meta: JSON = {"stamp": stamp, "sizes": sizes, "facts": facts}
     files.write_atomically(folder / META, json.dumps(meta) + "\n")  # last: where it is, the index is whole
     return meta

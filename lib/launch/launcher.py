@@ -337,23 +337,25 @@ def answering_hosts(job: Job, hosts: tuple[Host, ...], console: Console, interru
 
 
 def over_answering_addresses(job: Job, console: Console) -> Job:
-    """The job whose ring uses the addresses of its host file at which the other hosts still reach a host: a cable may
-    be out that ssh does not need. A host that is left with none is reached by its name's address."""
+    """The job whose ring uses the addresses of its host file at which the host before still reaches a host: a cable may
+    be out that ssh does not need. Hosts that are left with none are reached by their names' addresses."""
 
-    def unanswered(host: Host) -> set[str]:
-        others = [address for other in job.hosts if other != host for address in other.addresses]
-        words = [job.python_of(host), "-c", REACH, str(job.starting_port), *others]
-        words = words if is_local(job, host) else [*ssh.ssh_command(host), shlex.join(words)]
-        return set(os_commands.run(words, PROBE_SECONDS + len(others)).output.split()) & set(others)
+    def unanswered(before: Host, host: Host) -> set[str]:
+        words = [job.python_of(before), "-c", REACH, str(job.starting_port), *host.addresses]
+        words = words if is_local(job, before) else [*ssh.ssh_command(before), shlex.join(words)]
+        return set(os_commands.run(words, PROBE_SECONDS + len(host.addresses)).output.split()) & {*host.addresses}
 
-    if job.backend != "ring" or not any(host.addresses for host in job.hosts):
+    if job.backend != "ring" or len(job.hosts) == 1 or not any(host.addresses for host in job.hosts):
         return job
     with ThreadPoolExecutor(len(job.hosts)) as pool:
-        lost = set[str]().union(*pool.map(unanswered, job.hosts))
-    if lost:
-        console.note(f"no answer at {', '.join(sorted(lost))}: the ring takes the next address")
-    left = (tuple(address for address in host.addresses if address not in lost) for host in job.hosts)
-    return replace(job, hosts=tuple(replace(host, addresses=of) for host, of in zip(job.hosts, left, strict=True)))
+        lost = list(pool.map(unanswered, (job.hosts[-1], *job.hosts[:-1]), job.hosts))
+    if not any(lost):
+        return job
+    console.note(f"no answer at {', '.join(sorted(set[str]().union(*lost)))}: the ring takes the next address")
+    left = [[a for a in host.addresses if a not in gone] for host, gone in zip(job.hosts, lost, strict=True)]
+    count = min(map(len, left))  # MLX wants as many connections between all neighbours
+    hosts = (replace(host, addresses=tuple(of[:count])) for host, of in zip(job.hosts, left, strict=True))
+    return replace(job, hosts=tuple(hosts))
 
 
 def is_local(job: Job, host: Host) -> bool:

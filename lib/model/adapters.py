@@ -19,7 +19,7 @@ from lib.model.checkpointing import checkpoint_blocks, order_backward
 from lib.model.lora import use_low_rank_linear
 from lib.model.patches import use_lean_swiglu
 from lib.model.quantised import use_fast_layers
-from lib.system.model_folder import PEFT_WEIGHTS
+from lib.system.model_folder import ADAPTER_CONFIG, PEFT_WEIGHTS
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 LINEARS = (nn.Linear, nn.QuantizedLinear)
@@ -86,6 +86,8 @@ def _chosen_layers(model: nn.Module, settings: ModelSettings) -> list[str]:
         chosen += [f"{names[id(block)]}.{name}" for name in adapted]
     inside = {id(module) for block in model.layers for module in block.modules()}
     tables = [n for n, m in modules.items() if id(m) not in inside and isinstance(m, (*EMBEDDINGS, *LINEARS))]
+    if settings.adapt_embeddings and not any(isinstance(modules[name], EMBEDDINGS) for name in tables):
+        raise UserError(f"model.adapt_embeddings: {settings.path} has no embedding outside of its blocks")
     more = [name for name in modules if name in (keys or ())] + (sorted(tables) if settings.adapt_embeddings else [])
     chosen += [name for name in dict.fromkeys(more) if name not in chosen]
     if not chosen:
@@ -112,11 +114,13 @@ def _load_adapter(model: nn.Module, folder: Path, settings: ModelSettings) -> No
         peft_adapters.load(model, folder, settings)
         return
     arrays, stored = adapter_files.stored_arrays(folder, "model.adapter")
-    where, common = f"model.adapter {folder}", stored.get("lora_parameters") or {"scale": settings.scale}
+    where, common = f"model.adapter {folder}", stored.get("lora_parameters") or {}
     layers = {
-        name: AdapterLayer(rank, stored.get("layers", {}).get(name, common)["scale"])
+        name: AdapterLayer(rank, stored.get("layers", {}).get(name, common).get("scale"))
         for name, rank in adapter_files.ranks_of(adapter_files.described(arrays)).items()
     }
+    if not stored or any(layer.scale is None for layer in layers.values()):
+        raise UserError(f"{where}: {ADAPTER_CONFIG} gives no scale; give a folder that mlx-lm or a run saved")
     peft_adapters.require_settings(model, settings, layers, stored.get("fine_tune_type", "lora"), where)
     shapes = adapter_files.described(adapter_files.trainable(model))
     model.update(tree_unflatten(adapter_files.fitted(shapes, arrays, where)))

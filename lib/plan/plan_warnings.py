@@ -93,3 +93,9 @@ def uneven_labels(rows: int, desirable: int, train: TrainSettings) -> str | None
     name, times = "undesirable" if ratio > 1 else "desirable", max(ratio, 1 / ratio)
     evened = f"train.{name}_weight={getattr(train, f'{name}_weight') * times:.3g} evens them out"
     return f"{desirable:,} rows are desirable and {undesirable:,} are not, {times:.3g} times the weight; {evened}"
+
+
+def long_warm_up(steps: int, train: TrainSettings) -> str | None:
+    """A run that ends before its learning rate has risen."""
+    never = f"train.warmup_steps={train.warmup_steps} and {steps} steps in all: the learning rate never reaches "
+    return f"{never}{train.learning_rate:g}" if train.warmup_steps >= steps else None

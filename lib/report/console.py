@@ -23,7 +23,7 @@ from lib.distributed.world import World
 from lib.evaluate.evaluator import ANSWER_TOKENS, SAMPLE_TOKENS
 from lib.plan.cost import Pace, Work, hosts_cost, memory_text, outlook
 from lib.plan.plan import ClusterPlan
-from lib.plan.plan_warnings import uneven_labels
+from lib.plan.plan_warnings import long_warm_up, uneven_labels
 from lib.report import tables
 from lib.system import metal
 from lib.system.hardware import device_name, mlx_device
@@ -265,7 +265,11 @@ def show_plan(
         _show_predictions(say, prices, plan, steps)
     labels = inputs.data.labels
     uneven = None if labels is None else uneven_labels(len(labels), int(labels.sum()), train)
-    for text in (*plan.warnings, *filter(None, [uneven]), *_rows_left_out(inputs, max_length)):
+    for text in (
+        *plan.warnings,
+        *filter(None, [uneven, long_warm_up(steps, train)]),
+        *_rows_left_out(inputs, max_length),
+    ):
         say.warning(text)
 
 

@@ -279,6 +279,9 @@ class TrainingRun:
             now, then = (learning_rate(self.config.train, *progress.rate_position(index)) for index in (step, last))
             rates = f"{now:.3g} at step {step + 1}, {then:.3g} at {self.steps}"
             self.say.line(f"the learning rate goes on without a jump: {rates}")
+            if not (now or then):
+                remedy = f"for another rate start a new run with model.adapter={self.folder}"
+                self.say.warning(f"the schedule has ended: these steps learn nothing; {remedy}")
         if not restores:
             self.say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
         if self.schedule.at(step + 1).gradient_checkpointing and not self.plan.gradient_checkpointing:
