@@ -466,3 +466,8 @@ def test_which_machine_for_which_model(tmp_path: Path, capsys: pytest.CaptureFix
     assert machine("--model", str(tmp_path)) == "m4-max"
     for words, text in ((["--model", "nothing"], "neither a folder"), (["--model", "8B", "--hosts", "x"], "known are")):
         assert machines.main(words) == 2 and text in capsys.readouterr().err
+
+
+def test_a_warm_up_beyond_the_run_is_warned_of() -> None:
+    train = sections("train.warmup_steps=5").train
+    assert "never reaches" in (plan_warnings.long_warm_up(5, train) or "") and not plan_warnings.long_warm_up(6, train)

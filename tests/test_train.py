@@ -329,6 +329,12 @@ def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
+def test_a_schedule_that_has_ended_says_that_further_steps_learn_nothing(tmp_path: Path) -> None:
+    tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=3", "run.name=run"])
+    output = tiny.train(tmp_path, ["--resume", str(tmp_path / "runs/run"), "train.steps=5"])
+    assert "these steps learn nothing" in output.stdout + output.stderr
+
+
 @pytest.mark.parametrize("steps", [3, 9], ids=["after the schedule's end", "inside of it"])
 def test_other_steps_are_no_jump_of_the_learning_rate(tmp_path: Path, steps: int) -> None:
     words = [*tiny.settings(tmp_path), f"train.steps={steps}", "checkpoint.every=1", "checkpoint.keep=99"]
@@ -343,9 +349,8 @@ def test_other_steps_are_no_jump_of_the_learning_rate(tmp_path: Path, steps: int
     if steps == 3:
         assert rates[2:] == pytest.approx([1e-4] * 12)
     else:
-        assert all(0 < a - b < 1.5e-4 for a, b in zip(rates[2:], rates[3:], strict=False)) and rates[
-            -1
-        ] == pytest.approx(1e-4)
+        assert all(0 < a - b < 1.5e-4 for a, b in zip(rates[2:], rates[3:], strict=False))
+        assert rates[-1] == pytest.approx(1e-4)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
