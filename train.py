@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lib.config import command_line
 from lib.config import load as settings
-from lib.config import train_arguments
 from lib.system import mpi_and_blas
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 2 wrong input, 1 anything else."""
     launch = run = None
     try:
-        options = train_arguments.parse(arguments, __doc__)
+        options = command_line.train_options(arguments, __doc__)
         launch = mpi_and_blas.launch_environment()
         mpi_and_blas.prepare()
         from lib.distributed.world import start  # brings MLX: --help and a misspelt option answer at once
 
         world = start(launch)
         with world.agreeing("the configuration"):
-            config = train_arguments.read_config(options)
+            config = command_line.train_config(options)
         name = world.broadcast_text(config.run.name or "")  # it may hold the time, which ranks see differently
         run = Path(config.run.dir) / name
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})

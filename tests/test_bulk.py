@@ -178,7 +178,7 @@ def test_questions_are_asked_with_all_that_training_reads_beside_a_prompt(chatty
     config = config_of(chatty, f"evaluate.answers={path}", "evaluate.max_tokens=4")
     tokenizer = load_tokenizer_of(config.model)
     assert tokenizer is not None
-    questions = load_questions(config, tokenizer)
+    questions = load_questions(config.evaluate, config.model, config.data, tokenizer)
     for (record, wanted), question in zip(BESIDE, questions, strict=True):
         text = tokenizer.decode(question.prompt_ids)
         assert all(part in text for part in wanted) and "A." not in text, record
@@ -189,11 +189,11 @@ def test_questions_are_asked_with_all_that_training_reads_beside_a_prompt(chatty
     for wrong in ([], ["a"], [{"role": "user"}]):
         tiny.write_jsonl(path, [{"prompt": wrong, "answer": "7"}])
         with pytest.raises(UserError, match=r"q\.jsonl:1: .*prompt"):
-            load_questions(config, tokenizer)
+            load_questions(config.evaluate, config.model, config.data, tokenizer)
     for answer in (None, ["7"], True, " "):
         tiny.write_jsonl(path, [{"prompt": "Q?", "answer": answer}])
         with pytest.raises(UserError, match=r"q\.jsonl:1: a question's 'answer' is .*: give it an answer, or leave"):
-            load_questions(config, tokenizer)
+            load_questions(config.evaluate, config.model, config.data, tokenizer)
 
 
 def always_drawn(monkeypatch: pytest.MonkeyPatch, *texts: str, cut: tuple[str, ...] = ()) -> None:

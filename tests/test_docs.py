@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import pytest
 
-from lib.config import help, load, train_arguments
+from lib.config import command_line, help, load
 from lib.launch import command as launch_options
 from lib.launch import command as launcher
 from tests import tiny
@@ -29,7 +29,7 @@ from tests.tiny import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 OURS = ("make ", "./launch ", ".venv/bin/", "python ")
-QUICKSTART = train_arguments.QUICKSTART
+QUICKSTART = command_line.QUICKSTART
 
 
 class Command(NamedTuple):
@@ -135,7 +135,7 @@ def check_train(words: list[str], needs: str, folder: Path) -> None:
     if "--help" in words:
         assert "train.learning_rate=" in help_of("train.py")
         return
-    options = train_arguments.parse(words, "")
+    options = command_line.train_options(words, "")
     if options.resume:
         assert {word.partition("=")[0] for word in options.overrides} <= {k for k, *_ in help.settings()}
         return

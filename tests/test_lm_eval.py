@@ -128,7 +128,7 @@ def test_answers_are_greedy_and_end_before_the_first_stop_text(model: nn.Module,
 def test_a_task_that_wants_more_than_the_model_sees_is_refused(adapter: HarnessModel) -> None:
     with pytest.raises(UserError, match="a task wants 256 tokens of a model that sees 256; set max_gen_toks"):
         adapter.generate_until(requests(("a", {"until": []})))
-    assert longest_input(SETTINGS) == 256
+    assert longest_input(SETTINGS.model) == 256
 
 
 def test_what_is_finished_is_not_asked_again(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -346,7 +346,7 @@ def test_a_finished_run_answers_questions(whole: tuple[Path, list[str]], capsys:
 
     assert match(["no"] * 4) == 0.0
     config = load(run / "config.yaml", own)
-    questions = load_questions(config, load_tokenizer_of(config.model))
+    questions = load_questions(config.evaluate, config.model, config.data, load_tokenizer_of(config.model))
     trained, base = (
         [mlx_lm.generate(*loaded, question.prompt_ids, max_tokens=6).strip() for question in questions]
         for loaded in (mlx_lm.load(str(model), adapter_path=str(run)), mlx_lm.load(str(model)))

@@ -16,6 +16,7 @@ from lib.data.batch import (
     Batch,
     BatchShape,
     MicroBatches,
+    TraceCost,
     batch_shape_of,
     collate,
     few_shapes,
@@ -51,7 +52,8 @@ GSM8K = dataset(1163, 1, (24, 41, 64, 105, 204), (31, 63, 106, 169, 312), (2, 59
 
 def makers(data: Dataset, batch_size: int, multiple: int = 64) -> MicroBatches:
     words = ["model.path=-", "data.train=-", f"train.global_batch_size={batch_size}"]
-    return MicroBatches(data, None, config.load(None, words), multiple, shared_prompts=True, is_compiled=True)
+    settings = config.load(None, words)
+    return MicroBatches(data, None, settings.train, settings.data.max_length, multiple, True, TraceCost())
 
 
 def epoch_of(data: Dataset, make: MicroBatches, epoch: int, sizes: list[list[int]]) -> list[list[Batch]]:
@@ -80,7 +82,7 @@ def test_an_epoch_has_few_shapes_the_next_has_none_anew_and_little_is_padded(
 ) -> None:
     make = makers(data, sum(map(sum, sizes)))
     exact = makers(data, sum(map(sum, sizes)))
-    exact.is_compiled = False
+    exact.trace = None
     epochs = [epoch_of(data, make, epoch, sizes) for epoch in range(2)]
     for first, second in zip(*epochs, strict=True):
         shapes, again = {batch.shapes for batch in first}, {batch.shapes for batch in second}

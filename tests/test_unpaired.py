@@ -204,15 +204,9 @@ def test_a_step_that_is_not_finite_is_left_out_and_so_are_its_rewards(tmp_path: 
     reference[1, -1 if loss == "kto" else 0] = np.nan  # kto: of a mismatched completion alone
     step = Step(model, Spy(learning_rate=0.0), settings.train, World())
     step.rewards = rewards
-    data = labelled_dataset(3)
-    make = MicroBatches(
-        with_mismatched(data, 64) if loss == "kto" else data,
-        reference[:, : 1 + (loss == "kto")],
-        settings,
-        4,
-        True,
-        False,
-    )
+    data, columns = labelled_dataset(3), 1 + (loss == "kto")
+    rows = with_mismatched(data, 64) if loss == "kto" else data
+    make = MicroBatches(rows, reference[:, :columns], settings.train, 64, 4, True)
     assert step(0, 1e-4, make.of([np.arange(3)], 3)).skipped and rewards == [0.5, 2.0]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lib.config.settings import Config
+from lib.config.settings import TrainSettings
 from lib.data.dataset import Dataset, Example, Sized
 from lib.data.order import epoch_order, micro_batches
 from lib.data.prompts import Prompts
@@ -356,27 +356,27 @@ FORWARD_COST = 1 / 3
 class MicroBatches:
     """Makes the micro-batches of a rank's rows, each with its reference.
 
-    reference: float32 [n, K] by row, or None. is_compiled: every shape costs a trace: there are at most
-    train.max_traces, all met in the first epoch.
+    reference: float32 [n, K] by row, or None. max_length: data.max_length. trace: what one more shape costs where the
+    step is compiled; then there are at most train.max_traces, all met in the first epoch. None where it is not.
     """
 
     def __init__(
         self,
         data: Dataset | StreamedDataset | Prompts,
         reference: np.ndarray | None,
-        config: Config,
+        train: TrainSettings,
+        max_length: int,
         length_multiple: int,
         shared_prompts: bool,
-        is_compiled: bool,
-        trace: TraceCost = TraceCost(),
+        trace: TraceCost | None = None,
     ):
-        self.data, self.reference, self.config, self.trace = data, reference, config, trace
-        self.length_multiple, self.shared_prompts, self.is_compiled = length_multiple, shared_prompts, is_compiled
+        self.data, self.reference, self.train, self.max_length = data, reference, train, max_length
+        self.length_multiple, self.shared_prompts, self.trace = length_multiple, shared_prompts, trace
         self._shapes = functools.cache(self._few_shapes)
 
     def of(self, parts: Sequence[np.ndarray], micro_batch_size: int) -> list[tuple[Batch, np.ndarray | None]]:
         """Micro-batches of these rows, of at most micro_batch_size each, without those that turn out to be unusable."""
-        shapes = self._shapes(micro_batch_size) if self.is_compiled else []
+        shapes = self._shapes(micro_batch_size, self.trace) if self.trace else []
         layout, made = (self.length_multiple, self.shared_prompts, self.data.has_mismatched, shapes), []
         for part in parts:
             if examples := self.data.examples(part.tolist()):
@@ -396,9 +396,9 @@ class MicroBatches:
             smaller += [pair] if count == 1 else self.of(np.array_split(pair[0].rows, count), most)
         return smaller
 
-    def _few_shapes(self, micro_batch_size: int) -> list[BatchShape]:
+    def _few_shapes(self, micro_batch_size: int, trace: TraceCost) -> list[BatchShape]:
         """Shapes for micro-batches of up to so many rows, whichever they are: from data, seed and settings alone."""
-        train, data, batch_size = self.config.train, self.data, self.config.train.global_batch_size
+        train, data, batch_size = self.train, self.data, self.train.global_batch_size
         prompts, seen, scored = data.trained
         tokens = real_tokens(prompts, seen)
         lengths = tokens if self.shared_prompts else data.lengths
@@ -410,7 +410,7 @@ class MicroBatches:
             ascending = [rows[np.argsort(lengths[rows], kind="stable")] for rows in batches]
             parts = itertools.chain(*[micro_batches(rows, micro_batch_size) for rows in ascending])
             needs.append(np.array([need_of(prompts[part], seen[part], scored[part]) for part in parts], NEED))
-        most, count = self.config.data.max_length, seen.shape[1]
+        most, count = self.max_length, seen.shape[1]
         in_all = [int(np.sort(figures)[-micro_batch_size:].sum()) for figures in (tokens, scored.sum(axis=1))]
         bounds = [prompts.min(), prompts.max(), seen.max(), *in_all, scored.max()]
         if data.is_estimated:
@@ -418,7 +418,7 @@ class MicroBatches:
             bounds = [0, most, most - 1, *in_all, most - 1]
         # Of one epoch, however many the run has: more steps, later, change no shape, and so no bit.
         epochs = steps / -(-len(data) // batch_size)
-        trace, largest = replace(self.trace, tokens=self.trace.tokens * epochs), (micro_batch_size, *map(int, bounds))
+        trace, largest = replace(trace, tokens=trace.tokens * epochs), (micro_batch_size, *map(int, bounds))
         layout = train.max_traces, count, self.length_multiple, self.shared_prompts
         return few_shapes(needs, np.array(largest, NEED), *layout, trace)
 

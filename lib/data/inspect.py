@@ -18,10 +18,11 @@ import numpy as np
 from rich.text import Text
 
 from lib.config import command_line, help, load
-from lib.config.settings import Config, DataSettings
+from lib.config.settings import DataSettings
 from lib.data import sources
 from lib.data.chat import OPENED_THINKING, SENTINEL
 from lib.data.dataset import Example, Tokenisation
+from lib.data.record_formats import RecordKind
 from lib.data.sources import Records
 from lib.data.streaming import open_training
 from lib.data.tokenize import Encoder
@@ -94,9 +95,9 @@ def main(arguments: list[str] | None = None) -> int:
         mpi_and_blas.prepare()
         tokenizer, about = load_tokenizer_of(settings.model), vocabulary(settings.model)
     if options.tokens is not None:
-        write_tokens(files, settings, tokenizer, about, Path(options.tokens))
+        write_tokens(files, settings.data, settings.record_kind, tokenizer, about, Path(options.tokens))
     else:
-        inspect(files, settings, tokenizer, about)
+        inspect(files, settings.data, settings.record_kind, tokenizer, about)
     return 0
 
 
@@ -105,14 +106,19 @@ def _tell(text: str) -> None:
 
 
 def write_tokens(
-    files: Sequence[str], settings: Config, tokenizer: Tokenizer | None, about: Vocabulary, out: Path
+    files: Sequence[str],
+    data: DataSettings,
+    kind: RecordKind,
+    tokenizer: Tokenizer | None,
+    about: Vocabulary,
+    out: Path,
 ) -> None:
     """Writes a line a row, as training reads it: ids, and masks with 1 for each learnt token. Raises UserError."""
     require_absent(out)
     train = files[0] if len(files) == 1 else dict.fromkeys(files, 1.0)
-    data = settings.data.model_copy(update={"train": train, "streaming": False})
-    rows = open_training(data, settings.record_kind, tokenizer, tell=_tell, vocabulary=about)
-    names = ("chosen", "rejected") if settings.record_kind == "preference" else ("completion",)
+    data = data.model_copy(update={"train": train, "streaming": False})
+    rows = open_training(data, kind, tokenizer, tell=_tell, vocabulary=about)
+    names = ("chosen", "rejected") if kind == "preference" else ("completion",)
     with out.open("w", encoding="utf-8") as file:
         for row in rows.examples(range(len(rows))):
             line: dict[str, object] = {"prompt_ids": row.prompt_ids.tolist()}
@@ -123,10 +129,12 @@ def write_tokens(
     print(f"{out}: {len(rows):,} {rows.unit} from {rows.columns}")
 
 
-def inspect(files: Sequence[str], settings: Config, tokenizer: Tokenizer | None, about: Vocabulary) -> None:
+def inspect(
+    files: Sequence[str], data: DataSettings, kind: RecordKind, tokenizer: Tokenizer | None, about: Vocabulary
+) -> None:
     """Prints the report. Raises UserError: there is nothing to read; unusable records are counted and named."""
-    say, kind, title = Terminal(), settings.record_kind, " + ".join(files)
-    data = settings.data.model_copy(update={"skip_invalid": True})
+    say, title = Terminal(), " + ".join(files)
+    data = data.model_copy(update={"skip_invalid": True})
     paths = [path for source in files for path in sources.files_of(source, data.cache_dir, _tell)]
     records = sources.open_records(paths, data, kind, _tell)
     tokenisation, names, examples = Tokenisation.of(data, kind, tokenizer, about), ["prompt", "completion"], []

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lib.config.settings import Config, DataSettings, RolloutSettings
+from lib.config.settings import DataSettings, EvaluateSettings, ModelSettings, RolloutSettings
 from lib.data import record_files, sources
 from lib.data import tokenizer as tokenizer_module
 from lib.data.dataset import Example, Sized, Tokenisation
@@ -84,17 +84,22 @@ class Question:
     answer: str
 
 
-def load_questions(settings: Config, tokenizer: Tokenizer | None, limits: Vocabulary = NO_LIMITS) -> list[Question]:
+def load_questions(
+    evaluate: EvaluateSettings,
+    model: ModelSettings,
+    data: DataSettings,
+    tokenizer: Tokenizer | None,
+    limits: Vocabulary = NO_LIMITS,
+) -> list[Question]:
     """The records of evaluate.answers, at most evaluate.answers_limit. limits: of the model that answers.
 
     Raises UserError: a record without a prompt or an answer, or a prompt that the model cannot answer; no tokenizer.
     """
-    path, data, evaluate = settings.evaluate.answers, settings.data, settings.evaluate
-    if path is None:
+    if (path := evaluate.answers) is None:
         return []
     if tokenizer is None:
-        raise UserError(f"evaluate.answers={path} needs a tokenizer, but model.path {settings.model.path} has none")
-    encoder = Encoder(tokenizer, data, tokenizer_module.vocabulary(settings.model).eos_token_id)
+        raise UserError(f"evaluate.answers={path} needs a tokenizer, but model.path {model.path} has none")
+    encoder = Encoder(tokenizer, data, tokenizer_module.vocabulary(model).eos_token_id)
     encoder.stop_generation()
     questions, columns = list[Question](), Columns.of(data)
     for line, record in itertools.islice(record_files.read(path), evaluate.answers_limit):

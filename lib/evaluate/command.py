@@ -18,8 +18,8 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from lib.config import command_line, load, train_arguments
-from lib.config.settings import Config
+from lib.config import command_line, load
+from lib.config.settings import Config, DataSettings, ModelSettings, TrainSettings
 from lib.data import tokenizer as tokenizer_module
 from lib.data.dataset import Dataset, load_dataset, with_mismatched
 from lib.data.prompts import load_questions
@@ -76,8 +76,10 @@ def evaluate(subject: StoredModel, options: argparse.Namespace, world: World, sa
         if out is not None and world.rank == 0:
             files.require_absent(out)
         tokenizer = tokenizer_module.load_tokenizer_of(settings.model)
-        dataset = _held_out_rows(settings, tokenizer) if named or not settings.rollouts.rounds else None
-        questions = load_questions(settings, tokenizer, vocabulary(settings.model))
+        dataset, sections = None, (settings.model, settings.data)
+        if named or not settings.rollouts.rounds:
+            dataset = _held_out_rows(*sections, settings.train, tokenizer)
+        questions = load_questions(settings.evaluate, *sections, tokenizer, vocabulary(settings.model))
         if dataset is None and (not questions or out is not None):
             way = "name some with --data" if out is not None else "name some with --data, or evaluate.answers=FILE"
             raise UserError(f"a run of rounds has no held-out pairs; {way}")
@@ -111,19 +113,21 @@ def evaluate(subject: StoredModel, options: argparse.Namespace, world: World, sa
     say.record({unit: count, **values})
 
 
-def _held_out_rows(settings: Config, tokenizer: Tokenizer | None) -> Dataset:
-    _require_records_loss(settings)
-    words, data = vocabulary(settings.model), settings.data
+def _held_out_rows(
+    model: ModelSettings, data: DataSettings, train: TrainSettings, tokenizer: Tokenizer | None
+) -> Dataset:
+    _require_records_loss(train)
+    words = vocabulary(model)
     held_out = True if data.holdout and not data.valid else None
-    source, kind = data.valid or data.train, settings.record_kind
+    source, kind = data.valid or data.train, train.record_kind
     dataset = load_dataset(source, data, kind, tokenizer, vocabulary=words, held_out=held_out)
-    if losses.needs_mismatched(settings.train.loss):
+    if losses.needs_mismatched(train.loss):
         return with_mismatched(dataset, words.row_tokens(data.max_length))
     return dataset
 
 
-def _require_records_loss(settings: Config) -> None:
-    if settings.record_kind == "group":
+def _require_records_loss(train: TrainSettings) -> None:
+    if train.record_kind == "group":
         raise UserError(
             "train.loss=grpo has no loss of held-out records; name one that has, e.g. train.loss=sigmoid for pairs or "
             "train.loss=sft for completions, or let the model answer: --score greedy, --against, --tasks"
@@ -138,7 +142,7 @@ def in_bulk(subject: StoredModel, options: argparse.Namespace, world: World, say
         if kind == "rewards" and settings.train.loss == "sft":
             raise UserError("--score rewards is for preference losses, not train.loss=sft; take --score logps")
         if not writes:
-            _require_records_loss(settings)
+            _require_records_loss(settings.train)
         tokenizer = subject.tokenizer() if writes else tokenizer_module.load_tokenizer_of(settings.model)
         records = evaluation_records(options.data, settings, "prompt" if writes else settings.record_kind, say)
     ranks, (parts, world) = world, parts_of_model(settings, world)
@@ -170,15 +174,16 @@ def in_bulk(subject: StoredModel, options: argparse.Namespace, world: World, say
 def against(subject: StoredModel, options: argparse.Namespace, world: World, say: Terminal) -> None:
     """--against: how often the answers of one model are better than those of another."""
     with world.agreeing("reading the prompts"):
-        other = _other(subject.settings, options)
+        other = _other(subject, options)
         records = evaluation_records(options.data, subject.settings, "prompt", say)
     result = win_rate.compare(subject, other, records, Path(options.out), world)
     if result is not None:
         win_rate.show(say, subject.name, other.name, result)
 
 
-def _other(settings: Config, options: argparse.Namespace) -> StoredModel:
+def _other(subject: StoredModel, options: argparse.Namespace) -> StoredModel:
     """The model of --against: a run or one of its checkpoints, `base`, or a model as --model takes it."""
+    settings = subject.settings
     if options.against == "base":
         return StoredModel(settings, None)
     folder = Path(options.against)
@@ -249,5 +254,5 @@ def _read_config(options: argparse.Namespace) -> Config:
     extra += [f"data.valid={options.data}", "data.holdout=0"] if options.data else []
     settings = load.of_run(path, [*extra, *options.overrides])
     if settings.strategy == "auto":  # a model that was too large for one host still is
-        settings = settings.model_copy(update={"strategy": train_arguments.decided(path.with_name("plan.json"))})
+        settings = settings.model_copy(update={"strategy": command_line.decided(path.with_name("plan.json"))})
     return settings

@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from lib.config.settings import Config
+from lib.config.settings import ModelSettings
 from lib.data.batch import collate
 from lib.data.chat import ChatTemplate, template_of
 from lib.data.dataset import Example
@@ -59,7 +59,7 @@ class HarnessModel:
         settings, self.model, self.world, self.folder, self.digest = subject.settings, loaded, world, folder, digest
         self.settings, self.name, self.tokenizer = settings, subject.name, subject.tokenizer()
         self.multiple, self.shares_prompts, _ = reference_model.layout(loaded, settings.data, world.alone())
-        self.longest, self.limits = longest_input(settings), vocabulary(settings.model)
+        self.longest, self.limits = longest_input(settings.model), vocabulary(settings.model)
         encoder = Encoder(self.tokenizer, settings.data, self.limits.eos_token_id)
         encoder.stop_generation()
         self.template, self.inner = encoder.template, TextTokens(self.tokenizer).inner
@@ -202,9 +202,9 @@ class HarnessModel:
         return self.template.text
 
 
-def longest_input(settings: Config) -> int:
+def longest_input(model: ModelSettings) -> int:
     """How many tokens the model can see at once, by its config.json and its table of positions."""
-    limits = context_tokens(stored_config(settings.model)), load.table_sizes(settings.model).positions
+    limits = context_tokens(stored_config(model)), load.table_sizes(model).positions
     return min((tokens for tokens in limits if tokens is not None), default=LONGEST)
 
 

@@ -17,8 +17,9 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
 from lib.config import load as config
-from lib.config.settings import Config
+from lib.config.settings import Config, DataSettings, ModelSettings
 from lib.data.groups import load_groups
+from lib.data.record_formats import RecordKind
 from lib.data.streaming import open_held_out, open_training
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import load_tokenizer_of, stored_config
@@ -149,23 +150,31 @@ def open_run(
         name = f"step {checkpoints.step_of(weights)}"
     elif not (folder / ADAPTER_WEIGHTS).is_file():
         raise UserError(f"{folder}: the run has not ended ({ADAPTER_WEIGHTS} is missing); take --checkpoint last")
-    rows, rows_from = _rows(settings, folder, row_count, say) if row_count else ([], "")
+    kind, rows_of = settings.record_kind, (settings.model, settings.data, folder, row_count, say)
+    rows, rows_from = _rows(kind, *rows_of) if row_count else ([], "")
     base = resolve(settings.model.path, settings.model.revision)
     return TrainedRun(folder, settings, base, weights, name, [ids for ids in rows if len(ids) > 1], rows_from)
 
 
-def _rows(settings: Config, folder: Path, count: int, say: Callable[[str], None]) -> tuple[list[np.ndarray], str]:
+def _rows(
+    kind: RecordKind,
+    model: ModelSettings,
+    settings: DataSettings,
+    folder: Path,
+    count: int,
+    say: Callable[[str], None],
+) -> tuple[list[np.ndarray], str]:
     """Sequences evenly over the held-out rows (training rows without those); of rounds, answers of the last one."""
     if answers := sorted(folder.glob("rounds/*/samples.jsonl")):
         lines = islice(lines_of(answers[-1], Answer), count)
         return [np.array(line.tokens, np.int32) for line in lines], f"answers of {answers[-1].parent.name}"
-    words, kind, tokenizer = vocabulary(settings.model), settings.record_kind, load_tokenizer_of(settings.model)
-    data: Any = None if kind == "group" else open_held_out(settings.data, kind, tokenizer, tell=say, vocabulary=words)
+    words, tokenizer = vocabulary(model), load_tokenizer_of(model)
+    data: Any = None if kind == "group" else open_held_out(settings, kind, tokenizer, tell=say, vocabulary=words)
     source = "held-out rows" if data is not None else "training rows (none are held out)"
     if kind == "group":
-        data = load_groups(settings.data, words)
+        data = load_groups(settings, words)
     elif data is None:
-        data = open_training(settings.data, kind, tokenizer, tell=say, vocabulary=words)
+        data = open_training(settings, kind, tokenizer, tell=say, vocabulary=words)
     indices = np.unique(np.linspace(0, len(data) - 1, min(count, len(data))).astype(int))
     examples = (data[int(index)] for index in indices)
     sequences = [np.concatenate([each.prompt_ids, y]).astype(np.int32) for each in examples for y in each.completions]

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lib.config import command_line, load, train_arguments
+from lib.config import command_line, load
 from lib.distributed.connection import Channel, Listener, connect
 from lib.environment import ROOT
 from lib.errors import Stopped, UserError
@@ -186,10 +186,10 @@ def checked(job: Job) -> Job:
         raise UserError(f"{script} does not exist" + (f"; did you mean {near[0]}?" if near else ""))
     if script != ROOT / "train.py" or "--help" in words:
         return job
-    options = train_arguments.parse(list(words[1:]), None)
+    options = command_line.train_options(list(words[1:]), None)
     if options.resume is not None:  # the run may be on other hosts only
         return job
-    config = load.load(ROOT / (options.config or train_arguments.QUICKSTART), options.overrides)
+    config = load.load(ROOT / (options.config or command_line.QUICKSTART), options.overrides)
     if any(host.map or host.directory for host in job.hosts):
         overridden = {word.partition("=")[0] for word in words}
         sections = ((name, section) for name, section in config.model_dump().items() if isinstance(section, dict))

@@ -34,7 +34,7 @@ from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 from rich.text import Text
 
-from lib.config import train_arguments
+from lib.config import command_line
 from lib.data.sources import weights_of
 from lib.environment import ROOT
 from lib.errors import UserError, shown
@@ -287,12 +287,12 @@ def request_of(job: Job) -> Request:
     if Path(job.command[0]).name != "train.py":
         return request
     with contextlib.chdir(ROOT):
-        options = train_arguments.parse(list(job.command[1:]), None)
-        config = train_arguments.read_config(options)
+        options = command_line.train_options(list(job.command[1:]), None)
+        config = command_line.train_config(options)
         models = [path for path in (config.model.path, config.model.reference) if path != "initial"]
         local = [path for path in models if Path(path).exists() or path.startswith((".", "/", "~"))]
         sources = [name for name in weights_of(config.data.train) if not glob.has_magic(name) and "://" not in name]
-        file = None if options.resume else options.config or train_arguments.QUICKSTART
+        file = None if options.resume else options.config or command_line.QUICKSTART
         named = [file, *sources, config.data.valid, config.evaluate.answers, config.model.adapter, *local]
         files = {path: (path, digest(Path(path))) for path in dict.fromkeys(str(path) for path in named if path)}
         weights = sum(file.stat().st_size for path in local for file in Path(path).expanduser().glob("*.safetensors"))

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.config import command_line, help, load
-from lib.config.settings import Config
+from lib.config.settings import Config, DataSettings, ModelSettings, ServeSettings
 from lib.errors import Stopped, UserError
 from lib.plan.calibration import read_calibration
 from lib.serve import keys as key_file
@@ -43,7 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     elif options.emit is not None:
         print(nginx_file(options.hosts.split(","), Path(options.calibration)), end="")
     else:
-        serve(_read_config(options), None if options.run is None else Path(options.run))
+        config = _read_config(options)
+        serve(config.serve, config.model, config.data, None if options.run is None else Path(options.run))
     return 0
 
 
@@ -75,7 +76,7 @@ def _read_config(options: argparse.Namespace) -> Config:
     return load.of_run(Path(options.run) / "config.yaml", options.overrides)
 
 
-def serve(settings: Config, run: Path | None) -> None:
+def serve(options: ServeSettings, base: ModelSettings, data: DataSettings, run: Path | None) -> None:
     """Serves until SIGTERM or Ctrl-C. Raises UserError: the settings ask for something that cannot be served. Stopped:
     the model cannot be loaded."""
     mpi_and_blas.prepare()  # before MLX is imported: its own BLAS is 17 times as slow
@@ -83,10 +84,9 @@ def serve(settings: Config, run: Path | None) -> None:
     from lib.serve.feedback import Feedback
     from lib.serve.generation import Generator, ServedModel
 
-    options = settings.serve
-    if settings.model.random_init:
+    if base.random_init:
         raise UserError("model.random_init=true: the base's weights are in no file; export it by --to fused first")
-    if settings.model.attention_window is not None:
+    if base.attention_window is not None:
         print("warning: the server ignores model.attention_window; it attends to everything", file=sys.stderr)
     sys.setswitchinterval(SWITCH_SECONDS)
     keys = None if options.keys is None else key_file.KeyFile(Path(options.keys))
@@ -99,9 +99,9 @@ def serve(settings: Config, run: Path | None) -> None:
                     f"serve.host={host} can be reached from other machines, and there are no keys: {remedy}"
                 )
             print("warning: keys and texts travel unencrypted; --emit nginx writes a proxy's file", file=sys.stderr)
-        name = options.name or (run or Path(settings.model.path)).resolve().name
-        folder = model_folder.resolve(settings.model.path, settings.model.revision)
-        model = ServedModel(settings.model, settings.data, folder, run, options.fuse)
+        name = options.name or (run or Path(base.path)).resolve().name
+        folder = model_folder.resolve(base.path, base.revision)
+        model = ServedModel(base, data, folder, run, options.fuse)
         if model.computes.note:
             print(model.computes.note, file=sys.stderr)
         feedback = None if options.feedback is None else Feedback(Path(options.feedback))

@@ -124,7 +124,7 @@ def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         valid = open_held_out(config.data, kind, of_model, tell=say, mismatched=mismatched, vocabulary=words)
         if data.segments is None:  # else nothing is known of rows that are not fetched
             sources.require_apart(sources.with_splits(config.data), kind, say)
-    questions = load_questions(config, of_model, words)
+    questions = load_questions(config.evaluate, config.model, config.data, of_model, words)
     first_row = None
     if of_model is not None and (examples := data.examples([0])):  # in one line, cut at its beginning where it is long
         text = Text("↵").join(picture(examples[0], of_model, 0, "green").split("\n", allow_blank=True))

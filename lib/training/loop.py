@@ -58,9 +58,9 @@ class Batches:
         # Unlike devices pad unlike, but all ranks assign the same rows.
         multiple = world.broadcast_value(layout.length_multiple)
         self.lengths, self.cost = lengths_and_cost(self.data, multiple, layout.shares_prompts)
-        compiled, cost = is_compiled(config.train, world.workers), trace_cost(run.model)
+        cost = trace_cost(run.model) if is_compiled(config.train, world.workers) else None
         padding = layout.length_multiple, layout.shares_prompts
-        self.make = MicroBatches(self.data, reference, config, *padding, compiled, cost)
+        self.make = MicroBatches(self.data, reference, config.train, config.data.max_length, *padding, cost)
 
     def upcoming(self, run: TrainingRun) -> Iterator[StepBatch]:
         """Every step that is left."""
