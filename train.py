@@ -103,7 +103,7 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
     """Data, plan and model, the same on all ranks, and the run's folder; None where nothing is to be trained."""
     from lib.distributed.world import host_names
     from lib.evaluate import judges
-    from lib.evaluate.held_out_metrics import digest_of
+    from lib.evaluate.evaluator import digest_of
     from lib.report import console, trackers
     from lib.training import checkpoint, inputs, run, run_facts, trial
 

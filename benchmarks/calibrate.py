@@ -255,7 +255,7 @@ def rows_of(config: Config, options: argparse.Namespace) -> list[Rows]:
         UserError: the data cannot be read.
     """
     from lib.data import tokenizer
-    from lib.data.batch import padded_lengths
+    from lib.data.batch_shapes import padded_lengths
     from lib.data.dataset import load_dataset
     from lib.model.token_stream import length_multiple
 

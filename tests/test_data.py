@@ -22,7 +22,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lib.config.settings import DataSettings
 from lib.data import record_files
-from lib.data.batch import collate, pad_length
+from lib.data.batch import collate
+from lib.data.batch_shapes import pad_length
 from lib.data.dataset import Dataset, Example, load_dataset
 from lib.data.groups import load_groups
 from lib.data.order import prefetch

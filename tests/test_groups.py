@@ -13,7 +13,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from lib.config.settings import Config, DataSettings, TrainSettings
-from lib.data.batch import BatchShape, collate
+from lib.data.batch import collate
+from lib.data.batch_shapes import BatchShape
 from lib.data.dataset import Example
 from lib.data.groups import Group, groups_in_memory, load_groups
 from lib.data.tokenizer import Vocabulary

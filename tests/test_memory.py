@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from lib.config.settings import ModelSettings, TrainSettings
-from lib.data.batch import batch_shape_of, collate, need_of
+from lib.data.batch import collate
+from lib.data.batch_shapes import batch_shape_of, need_of
 from lib.data.dataset import Example
 from lib.distributed.world import World
 from lib.model import adapters, quantised

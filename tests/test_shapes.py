@@ -11,18 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.config import load as config
-from lib.data.batch import (
-    NEED,
-    Batch,
-    BatchShape,
-    MicroBatches,
-    TraceCost,
-    batch_shape_of,
-    collate,
-    few_shapes,
-    lengths_and_cost,
-    need_of,
-)
+from lib.data.batch import Batch, MicroBatches, collate
+from lib.data.batch_shapes import NEED, BatchShape, TraceCost, batch_shape_of, few_shapes, lengths_and_cost, need_of
 from lib.data.dataset import Dataset, Example
 from lib.data.order import Position, assign_micro_batches, epoch_order, global_batch
 from lib.model import logps as logps_module

@@ -17,7 +17,7 @@ from lib.data.batch import collate
 from lib.data.dataset import Example
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.evaluate.exact_match import greedy
+from lib.evaluate.evaluator import greedy
 from lib.model import load as load_module
 from lib.model import logps, long_attention, token_stream
 from lib.training import reference_model

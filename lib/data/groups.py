@@ -12,8 +12,9 @@ learnt; a completion of which none is still counts, and so does its reward.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from annotated_types import Ge, Le, MinLen
@@ -172,3 +173,19 @@ def groups_in_memory(name: str, groups: list[Group], skipped: list[str]) -> Grou
         deviation=float(present.std(ddof=1)) if len(present) > 1 else 0.0,
         logps=all_logps,
     )
+
+
+def group_arrays(examples: Sequence[Example], mask: np.ndarray) -> dict[str, Any]:
+    """Batch's `rewards` and what else groups have; nothing for other examples."""
+    first, arrays = examples[0], dict[str, np.ndarray]()
+    for name, filler in (("rewards", np.nan), ("completion_lengths", 0.0)):
+        if getattr(first, name) is not None:
+            arrays[name] = np.full(mask.shape[:2], filler, np.float32)
+            arrays[name][: len(examples)] = [getattr(example, name) for example in examples]
+    if first.reward_deviation is not None:
+        arrays["reward_deviations"] = np.full(len(mask), first.reward_deviation, np.float32)
+    if first.sampling_logps is not None:
+        both = [pair for e in examples for pair in zip(e.sampling_logps or (), e.scored_indices, strict=True)]
+        arrays["sampling_logps"] = np.zeros(mask.shape, np.float32)
+        arrays["sampling_logps"][mask] = np.concatenate([logps[scored] for logps, scored in both])
+    return arrays

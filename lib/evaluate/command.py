@@ -27,8 +27,7 @@ from lib.data.tokenizer import Tokenizer
 from lib.distributed.world import World, start
 from lib.errors import AgreedError, UserError
 from lib.evaluate import harness, score_file, win_rate
-from lib.evaluate.exact_match import exact_match, greedy
-from lib.evaluate.held_out_metrics import digest_of, metrics_of, write_per_pair
+from lib.evaluate.evaluator import digest_of, exact_match, greedy, metrics_of, write_per_pair
 from lib.evaluate.score_file import FileJob, StoredModel, divides, evaluation_records, parts_of_model
 from lib.model import adapter_files
 from lib.model import load as load_module

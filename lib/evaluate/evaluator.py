@@ -1,20 +1,129 @@
-"""What a run looks at as it goes: held-out metrics, greedy answers that can be checked, and samples for people."""
+"""What a run is measured by as it goes: held-out metrics, greedy answers that can be checked, samples for people."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
-from lib.data.prompts import Prompts
+from lib.config.settings import TrainSettings
+from lib.data.dataset import Dataset
+from lib.data.order import divide_rows
+from lib.data.prompts import Prompts, Question
+from lib.data.tokenizer import Tokenizer
 from lib.distributed.world import World
-from lib.evaluate.exact_match import exact_match, greedy
-from lib.evaluate.held_out_metrics import metrics_of
-from lib.training.losses import Metrics
+from lib.evaluate.judges import extract
+from lib.evaluate.sampler import GreedySampling, Prompt, Sampler
+from lib.system import files
+from lib.system.terminal import Terminal
+from lib.training import losses
+from lib.training.losses import SUMS, Metrics, baseline_of_rows, means_of, objective
 from lib.training.reference_model import dataset_logps
 from lib.training.run import TrainingRun
+
+
+def greedy(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    world: World,
+    shares: Sequence[int] | None = None,
+    say: Terminal | None = None,
+) -> tuple[list[str], int]:
+    """The greedy continuation of every prompt, on every rank, and how many have no end within max_tokens, which `say`
+    prints. Ranks take prompts by their shares, or equally many."""
+    workers = world.workers
+    counts = divide_rows(len(prompts), shares if shares and workers.size > 1 else [1] * workers.size)
+    first = int(sum(counts[: workers.rank]))
+    rows = range(first, first + int(counts[workers.rank]))
+    tokens = np.zeros((len(prompts), max_tokens + 2), np.int32)  # whether it was cut, a length, then that many tokens
+    sampler = Sampler(model, tokenizer, GreedySampling(max_tokens), world)
+    with workers.together("greedy answers", passes=len(rows)):
+        samples = sampler.sample([Prompt(row, prompts[row]) for row in rows])
+    for sample in samples:
+        ids = [token for token in sample.tokens if token not in tokenizer.eos_token_ids]
+        tokens[sample.prompt_id, : 2 + len(ids)] = [sample.finish == "length", len(ids), *ids]
+    gathered = np.array(workers.all_sum(mx.array(tokens), "greedy answers"))
+    cut = int(gathered[:, 0].sum())
+    if cut and say is not None:
+        say.line(f"{cut:,} of {len(prompts):,} greedy answers have no end within evaluate.max_tokens={max_tokens}")
+    return [tokenizer.decode(row[2 : 2 + row[1]].tolist()) for row in gathered], cut
+
+
+def exact_match(questions: list[Question], texts: list[str], pattern: str) -> float:
+    """The share of questions whose continuation gives the right answer; the pattern's last match is what it gives."""
+    return sum(extract(pattern, text) == q.answer for q, text in zip(questions, texts, strict=True)) / len(questions)
+
+
+def digest_of(valid: Dataset | Prompts | None, questions: list[Question]) -> str:
+    """Of all that a run is judged by."""
+    return hashlib.sha256(repr([valid and valid.digest, questions]).encode()).hexdigest()
+
+
+def metrics_of(dataset: Dataset, policy: np.ndarray, reference: np.ndarray | None, train: TrainSettings) -> Metrics:
+    """The loss and metrics of a dataset, each pair counted once, whatever the batches were. policy, reference:
+    log-probabilities of every completion, float32 [N, K]."""
+    _, sums = _objective(policy, reference, dataset.scored_tokens, dataset.labels, train)
+    return means_of({name: sums[name].item() if name in sums else 0.0 for name in SUMS}, train)
+
+
+def write_per_pair(
+    path: Path, dataset: Dataset, policy: np.ndarray, reference: np.ndarray, train: TrainSettings
+) -> None:
+    """One JSON line a pair, in the file's order: both models' log-probabilities, the rewards and the loss. Of unpaired
+    feedback one line a row: its label first."""
+    columns = columns_by_row(policy, reference, dataset.scored_tokens, train)
+    columns["loss"] = np.array(_objective(policy, reference, dataset.scored_tokens, dataset.labels, train)[0])
+    with files.replacing(path) as file:
+        for row in range(len(dataset)):
+            label = {} if dataset.labels is None else {"label": bool(dataset.labels[row])}
+            values = label | {name: float(column[row]) for name, column in columns.items()}
+            file.write(json.dumps(values).encode() + b"\n")
+
+
+def columns_by_row(
+    policy: np.ndarray, reference: np.ndarray, tokens: np.ndarray, train: TrainSettings
+) -> dict[str, np.ndarray]:
+    """Log-probabilities, rewards and, of pairs, the loss, each float32 [N]. policy, reference, tokens: [N, K]."""
+    if train.record_kind == "unpaired":  # a row's loss compares it with all others
+        rewards = train.beta * (policy[:, 0] - reference[:, 0])
+        return {"policy_logp": policy[:, 0], "reference_logp": reference[:, 0], "reward": rewards}
+    counts = mx.array(tokens)
+    of_policy, of_reference = (
+        losses.LogProbs(mx.array(logps[:, 0]), mx.array(logps[:, 1]), counts[:, 0], counts[:, 1])
+        for logps in (policy, reference)
+    )
+    chosen, rejected = losses.implicit_rewards(train.loss_terms, of_policy, of_reference, train.beta)
+    return {
+        "policy_chosen_logp": policy[:, 0],
+        "policy_rejected_logp": policy[:, 1],
+        "reference_chosen_logp": reference[:, 0],
+        "reference_rejected_logp": reference[:, 1],
+        "reward_chosen": np.array(chosen),
+        "reward_rejected": np.array(rejected),
+        "loss": np.array(_objective(policy, reference, tokens, None, train)[0]),
+    }
+
+
+def _objective(
+    policy: np.ndarray, reference: np.ndarray | None, tokens: np.ndarray, labels: Any, train: TrainSettings
+) -> tuple[mx.array, dict[str, mx.array]]:
+    """`objective` of all rows together. labels: of unpaired feedback."""
+    arrays = mx.array(policy), mx.array(tokens), None if reference is None else mx.array(reference)
+    if labels is None:
+        return objective(train, *arrays)
+    assert reference is not None
+    return objective(train, *arrays, mx.array(labels), baseline_of_rows(train, policy, reference))
+
 
 ANSWER_TOKENS, SAMPLE_TOKENS = 64, 24  # of an answer that is shown; without a right one: each takes a GPU a step's time
 SAMPLE_WIDTH = 160  # columns of a sample's line, in a file

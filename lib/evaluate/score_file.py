@@ -31,7 +31,7 @@ from lib.data.tokenizer import Tokenizer
 from lib.distributed.work_queue import Lines, ServedQueue, WorkQueue, open_queue, work
 from lib.distributed.world import World, host_names
 from lib.errors import UserError
-from lib.evaluate.held_out_metrics import columns_by_row
+from lib.evaluate.evaluator import columns_by_row
 from lib.evaluate.judges import Question, judge_of, question_of
 from lib.evaluate.sampler import GreedySampling, Prompt, Sample, Sampler
 from lib.model import adapter_files, adapters

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from lib.data.batch import NEED, BatchShape, batch_shape_of, real_tokens
+from lib.data.batch_shapes import NEED, BatchShape, batch_shape_of, real_tokens
 from lib.model.partition import PIECE, Division, ModelShape, divide, rank_bytes
 from lib.system.hardware import Device
 

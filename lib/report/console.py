@@ -17,7 +17,7 @@ from rich.text import Text
 
 from lib.config import read_file
 from lib.config.settings import CostSettings, EvaluateSettings, MetalSettings, ModelSettings, TrainSettings
-from lib.data.batch import real_tokens
+from lib.data.batch_shapes import real_tokens
 from lib.data.prompts import Prompts
 from lib.distributed.world import World
 from lib.evaluate.evaluator import ANSWER_TOKENS, SAMPLE_TOKENS

@@ -22,8 +22,7 @@ from lib.data.prompts import Prompts
 from lib.data.record_formats import ANSWER
 from lib.distributed.world import World
 from lib.errors import AgreedError, UserError, in_one_line
-from lib.evaluate.evaluator import Evaluator
-from lib.evaluate.exact_match import greedy
+from lib.evaluate.evaluator import Evaluator, greedy
 from lib.evaluate.judges import Judge, judge_of, question_of, scores_of
 from lib.evaluate.sampler import Sampler
 from lib.evaluate.score_file import key_of

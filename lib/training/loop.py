@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from lib.data.batch import MicroBatches, lengths_and_cost
+from lib.data.batch import MicroBatches
+from lib.data.batch_shapes import lengths_and_cost
 from lib.data.order import Position, advance, assign_micro_batches, epoch_order, global_batch, micro_batches, prefetch
 from lib.distributed import heartbeat
 from lib.distributed.world import World

@@ -36,8 +36,7 @@ from lib.system.terminal import Terminal
 from lib.training import checkpoint, divided_world, kernels, losses, reference_model
 from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, Snapshot
 from lib.training.inputs import Inputs
-from lib.training.local_sgd import LocalSGD
-from lib.training.merging import Merger
+from lib.training.local_sgd import LocalSGD, Merger
 from lib.training.optimizers import learning_rate, make_optimizer
 from lib.training.reference_model import Layout, StepReference
 from lib.training.step import is_compiled

@@ -15,7 +15,7 @@ from typing import Any
 
 from lib.config.settings import Config, ModelSettings, PlanSettings
 from lib.data import tokenizer
-from lib.data.batch import padded_lengths
+from lib.data.batch_shapes import padded_lengths
 from lib.data.dataset import Dataset
 from lib.data.prompts import Prompts
 from lib.data.streaming import StreamedDataset

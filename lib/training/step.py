@@ -18,7 +18,8 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from lib.config.settings import SyncSettings, TrainSettings
-from lib.data.batch import Batch, TraceCost
+from lib.data.batch import Batch
+from lib.data.batch_shapes import TraceCost
 from lib.distributed import compression
 from lib.distributed.world import World
 from lib.errors import UserError

@@ -17,7 +17,8 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from lib.config.settings import Config
-from lib.data.batch import BatchShape, batch_shape_of, collate_trained, need_of, real_tokens
+from lib.data.batch import collate_trained
+from lib.data.batch_shapes import BatchShape, batch_shape_of, need_of, real_tokens
 from lib.data.dataset import Dataset, Example
 from lib.data.order import epoch_order, micro_batches, split
 from lib.distributed.world import World
