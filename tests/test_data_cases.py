@@ -73,11 +73,16 @@ def test_a_folder_of_train_valid_and_test_is_trained_held_out_and_left(tmp_path:
         (("data/train-0.jsonl", "data/valid-0.jsonl"), 1, "data/valid-0.jsonl"),
         (("rows.jsonl", "test.jsonl"), 1, None),
         (("a.jsonl", "b.jsonl"), 0, None),
+        (("test/0.jsonl", "valid.jsonl"), None, None),
     ],
 )
-def test_other_layouts_of_a_folder(tmp_path: Path, names: tuple[str, ...], train: int, valid: str | None) -> None:
+def test_other_layouts_of_a_folder(tmp_path: Path, names: tuple[str, ...], train: Any, valid: str | None) -> None:
     for name in names:
         write(tmp_path / "data" / name, pairs(name, 2))
+    if train is None:  # mlx-lm's layout without what is trained: all of it was trained
+        with pytest.raises(UserError, match=r"called valid or test, and none train; .*data\.train=FILE"):
+            with_splits(DataSettings(train=str(tmp_path / "data")))
+        return
     found = with_splits(DataSettings(train=str(tmp_path / "data")))
     files = [found.train] if isinstance(found.train, str) else list(found.train)
     assert files == ([str(tmp_path / "data" / name) for name in names[:train]] or [str(tmp_path / "data")])
@@ -172,6 +177,81 @@ def test_rendered_answers_without_a_prompt_are_split_at_the_last_header(name: st
         assert wrapped(name).decode(ids.prompt) == prompt
     with pytest.raises(Unusable, match="no column 'prompt'"):
         parse({"chosen": texts[0], "rejected": "No."}, columns, "preference")
+
+
+CHATML = "<|im_start|>user\nShelf?<|im_end|>\n", "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("bos", ["<|im_start|>", None])
+def test_marks_are_known_where_bos_opens_each_turn_and_headers_where_a_text_begins_otherwise(
+    tmp_path: Path, bos: str | None
+) -> None:
+    """SmolLM2's BOS is the mark of a turn: its rendered prompts were rendered again."""
+    tokenizer = wrapped()
+    tokenizer._tokenizer.bos_token = bos
+    encoder, (question, header) = Encoder(tokenizer, DataSettings(train="-"), None), CHATML
+    for start, answer in (
+        (question + header, "3."),
+        (question, f"{header}3.<|im_end|>"),  # the header is the prompt's
+        (question + header, f"{question}{header}3.<|im_end|>\n"),  # an answer that repeats its prompt
+        (f"Short.{question}{header}", "3."),
+    ):
+        ids = encoder.encoded(Plain(start, (answer,), ""))
+        assert tokenizer.decode(ids.prompt) == f"{'Short.' if start[0] == 'S' else ''}{question}{header}"
+        assert tokenizer.decode(ids.completions[0]) == "3.<|im_end|>"
+    assert [*encoder.notes] == ["texts carry the chat template's marks already: taken as they are, not rendered again"]
+    encoder.encoded(Plain(question, ("3.",), ""))
+    assert [*encoder.notes][1:] == [
+        "rendered prompts do not end with '<|im_start|>assistant': their answers are learnt without it"
+    ]
+    with pytest.raises(Unusable, match="carries the chat template's marks already"):
+        encoder.encoded(Plain("Shelf?<|im_end|>", ("3.",), ""))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "note"),
+    [
+        ("Shelf?", "3.</s>", "answers end with </s>, which ends no turn of this model: it is learnt as text"),
+        ("<image>\nShelf?", "3.", "texts hold <image>, and no media are trained on: it is rendered as text"),
+        ("Q: shelf? A:", "Q: shelf? A: 3.", "answers begin with their whole prompt: what is learnt has it once more"),
+        ("<s>[INST] Shelf? [/INST]", "3.", "texts begin with [INST], which the chat template does not have; it is"),
+    ],
+)
+def test_what_is_learnt_as_text_and_means_more_elsewhere_is_said(prompt: str, answer: str, note: str) -> None:
+    encoder = Encoder(wrapped(), DataSettings(train="-"), None)
+    encoder.encoded(Plain(prompt, (answer,), ""))
+    assert [line.startswith(note) for line in encoder.notes] == [True]
+
+
+def test_tables_hold_messages_and_labels_as_text(tmp_path: Path) -> None:
+    """pandas writes an index without a name and Python's repr; JSON of messages was trained as the answer's text."""
+    whole = [[USER, ANSWER], [USER, ANSWER | {"content": "No."}]]
+    ours, _ = opened(tmp_path, [dict(zip(("chosen", "rejected"), whole, strict=True))])
+    for spelt in (json.dumps, repr):
+        cells = ['"' + spelt(messages).replace('"', '""') + '"' for messages in whole]
+        (tmp_path / "rows.csv").write_text(f",chosen,rejected\n0,{','.join(cells)}\n")
+        path = str(tmp_path / "rows.csv")
+        data = load_dataset(path, DataSettings(train=path, cache_dir=str(tmp_path)), "preference", wrapped())
+        assert data.digest == ours.digest
+    columns = Columns.of(DataSettings(train="-"))
+    for text, label in (("True", True), ("0", False)):
+        assert parse({"prompt": "a", "completion": "b", "label": text}, columns, "unpaired").label is label  # type: ignore[union-attr]
+    with pytest.raises(Unusable, match="neither JSON nor Python"):
+        parse({"messages": "[{'role': 'user'}\n {'role': 'assistant'}]"}, columns, "sft")
+
+
+def test_a_folder_of_save_to_disk_is_read(tmp_path: Path) -> None:
+    import pyarrow
+
+    table = pyarrow.Table.from_pylist(pairs("a", 3))
+    for split in ("train", "test"):
+        (tmp_path / "d" / split).mkdir(parents=True)
+        with pyarrow.ipc.new_stream(str(tmp_path / "d" / split / "data-00000-of-00001.arrow"), table.schema) as writer:
+            writer.write_table(table)
+    (tmp_path / "d/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    settings = DataSettings(train=str(tmp_path / "d"), cache_dir=str(tmp_path / "cache"))
+    ours, _ = opened(tmp_path, pairs("a", 3))
+    assert open_training(settings, "preference", wrapped(), tell=print).digest == ours.digest
 
 
 @pytest.mark.parametrize("name, end", [("microsoft-Phi-3.5-mini-instruct", "<|end|>"), (QWEN, "<|im_end|>")])

@@ -257,20 +257,33 @@ class ChatTemplate:
         return rendering._replace(wholes=wholes)
 
     @cached_property
+    def _turns(self) -> str:
+        """A question and an answer as the template writes them; "" where there is none."""
+        turns: list[Message] = [{"role": "user", "content": SENTINEL}, assistant_message(SENTINEL)]
+        return self.text_of(turns) if self.is_used else ""
+
+    @cached_property
     def marks(self) -> frozenset[str]:
         """What the template writes around a question and an answer: <|im_start|>, [INST] and the like."""
-        turns: list[Message] = [{"role": "user", "content": SENTINEL}, assistant_message(SENTINEL)]
-        return frozenset(TURN_MARKS.findall(self.text_of(turns) if self.is_used else ""))
+        return frozenset(TURN_MARKS.findall(self._turns))
 
-    def first_mark(self, prompt: str) -> str:
+    @cached_property
+    def header(self) -> str:
+        """What the template writes behind a prompt for its answer: <|im_start|>assistant, ASSISTANT: and the like."""
+        question: list[Message] = [{"role": "user", "content": SENTINEL}]
+        asked, told = (self.text_of(question, is_prompt) if self.is_used else "" for is_prompt in (True, False))
+        return EMPTY_THINKING.sub("", asked[len(told) :] if asked.startswith(told) else "").strip()
+
+    def first_mark(self, text: str) -> str:
         """The mark of a turn, of this template or another, that a text begins with, behind BOS; "" without one."""
         bos = getattr(self.tokenizer, "bos_token", None) or ""
-        mark = TURN_MARKS.match(prompt.lstrip().removeprefix(bos).lstrip())
+        text = text.lstrip() if self._turns.count(bos) > 1 else text.lstrip().removeprefix(bos)  # SmolLM2's opens turns
+        mark = TURN_MARKS.match(text.removeprefix("<s>").lstrip())
         return mark[0] if mark else ""
 
-    def is_rendered(self, prompt: str) -> bool:
-        """Whether a text is one of the template's already: it begins with a mark of it."""
-        return self.first_mark(prompt) in self.marks
+    def is_rendered(self, text: str) -> bool:
+        """Whether a text is one of the template's already: it begins with a mark of it, or ends with a header."""
+        return self.first_mark(text) in self.marks or bool(self.header and text.rstrip().endswith(self.header))
 
     # ---- Where things are in a rendering
 

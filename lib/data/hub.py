@@ -30,7 +30,7 @@ SPLIT_WORDS = {
     "test": {"test", "testing", "eval", "evaluation"},
 }
 CONVERTED = "refs/convert/parquet"  # where the hub keeps what it has made of data sets in other forms
-NO_RECORDS = {"dataset_infos.json", "dataset_info.json", "state.json", "config.json"}
+NO_RECORDS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json"}
 
 
 class Split(NamedTuple):

@@ -1,4 +1,4 @@
-"""Files of records ➜ records: JSON lines (plain or gzip), a JSON list, CSV and parquet.
+"""Files of records ➜ records: JSON lines (plain or gzip), a JSON list, CSV, parquet and Arrow.
 
 A line that cannot be read gives Unusable with the reason, so that the caller can name the line.
 """
@@ -9,6 +9,7 @@ import csv
 import difflib
 import gzip
 import hashlib
+import itertools
 import json
 import os.path
 import zlib
@@ -20,7 +21,7 @@ from lib.config import read_file
 from lib.data.record_formats import JSON, Unusable, name_of_type
 from lib.errors import UserError
 
-ENDINGS = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".csv", ".tsv", ".parquet")
+ENDINGS = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".csv", ".tsv", ".parquet", ".arrow")
 LINE_BYTES = 8 * 2**20  # a longer record is an error in the file
 
 Line = tuple[int, int, bytes, JSON | Unusable]
@@ -30,7 +31,7 @@ Line = tuple[int, int, bytes, JSON | Unusable]
 def read(path: str) -> Iterator[tuple[int, JSON | Unusable]]:
     """Yield (line, record) in a file's order; a broken line yields the reason in the record's place.
 
-    Lines count from 1: text lines of JSON lines and CSV, rows of parquet, items of a list. A file that is damaged in
+    Lines count from 1: text lines of JSON lines and CSV, rows of tables, items of a list. A file that is damaged in
     the middle yields the reason there, and ends. Raises UserError: the file cannot be opened.
     """
     require(Path(path))
@@ -71,15 +72,15 @@ def scan(file: Path) -> Iterator[Line]:
 
 
 def _lines_of(file: Path) -> Iterator[Line]:
-    if file.suffix == ".parquet":
+    if file.suffix in (".parquet", ".arrow"):
         yield from ((line, 0, b"", record) for line, record in read_parquet(file))
     elif file.suffix in (".csv", ".tsv"):  # the first line names the columns; an empty field is none
         with file.open(encoding="utf-8-sig", newline="") as text:
-            rows = csv.DictReader(text, delimiter="\t" if file.suffix == ".tsv" else ",", restkey="")
-            for row in rows:
-                record = {name: value for name, value in row.items() if value}
+            rows = csv.DictReader(text, delimiter="\t" if file.suffix == ".tsv" else ",")
+            for row in rows:  # a column without a name is the index that pandas writes
+                record = {name: value for name, value in row.items() if value and name != ""}
                 why = Unusable("more fields than columns are named")
-                yield rows.line_num, 0, b"", why if "" in record else record
+                yield rows.line_num, 0, b"", why if None in record else record
     else:
         with cast(IO[bytes], gzip.open(file) if file.suffix == ".gz" else file.open("rb")) as stream:
             start = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip() if ".json" in file.suffixes else b""
@@ -141,22 +142,32 @@ def parse_json(raw: bytes) -> JSON | Unusable:
 
 
 def read_parquet(file: Path) -> Iterator[tuple[int, JSON | Unusable]]:
-    """Yield (row, record), rows counted from 1."""
+    """Yield (row, record) of parquet or Arrow, rows counted from 1."""
     import pyarrow
-    import pyarrow.parquet
 
     line = 0
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            for group in range(table.metadata.num_row_groups):  # Arrow joins no nested columns of two groups
-                for batch in table.iter_batches(1024, row_groups=[group]):
-                    for record in batch.to_pylist():
-                        line += 1
-                        yield line, {name: _without_nulls(value) for name, value in record.items()}
+        for line, record in enumerate(itertools.chain.from_iterable(_batches(file)), 1):
+            yield line, {name: _without_nulls(value) for name, value in record.items()}
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, OSError) and error.errno:  # of the disk, not of the file's content
             raise
-        yield line + 1, Unusable(f"not a readable parquet file: {(str(error).splitlines() or ['damaged'])[0]}")
+        yield (
+            line + 1,
+            Unusable(f"not a readable {file.suffix[1:]} file: {(str(error).splitlines() or ['damaged'])[0]}"),
+        )
+
+
+def _batches(file: Path) -> Iterator[list[JSON]]:
+    import pyarrow.parquet
+
+    if file.suffix == ".arrow":  # of a folder that datasets' save_to_disk wrote
+        with pyarrow.OSFile(str(file)) as source:
+            yield from (batch.to_pylist() for batch in pyarrow.ipc.open_stream(source))
+        return
+    with pyarrow.parquet.ParquetFile(file) as table:
+        for group in range(table.metadata.num_row_groups):  # Arrow joins no nested columns of two groups
+            yield from (batch.to_pylist() for batch in table.iter_batches(1024, row_groups=[group]))
 
 
 def _without_nulls(value: Any) -> Any:

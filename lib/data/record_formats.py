@@ -6,6 +6,7 @@ fits no form raises Unusable with the reason; the caller names the line.
 
 from __future__ import annotations
 
+import ast
 import functools
 import itertools
 import json
@@ -137,6 +138,7 @@ SPEAKERS = {
     "developer": "developer",
 }
 ROLES = {name: role for role, names in SPEAKERS.items() for name in names.split()}
+LISTED = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from|value)\1\s*:")  # messages as text
 CALLERS = ("function_call", "tool_call")  # ShareGPT's speakers whose text is a call
 
 
@@ -159,10 +161,21 @@ def _parsed(value: Any, name: str) -> Any:
         raise Unusable(f"{name} is a string that is not JSON: {str(error).splitlines()[0]}") from None
 
 
+def _listed(value: Any, name: str) -> Any:
+    """The value, or the messages whose JSON, or whose repr of Python, it is: CSV and pandas have no lists."""
+    if not isinstance(value, str) or not LISTED.match(value):
+        return value
+    try:
+        return ast.literal_eval(value) if LISTED.match(value)[1] == "'" else json.loads(value)  # type: ignore[index]
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        raise Unusable(f"{name!r} holds messages as text that is neither JSON nor Python; write them as JSON") from None
+
+
 def check_messages(value: object, name: str, ignore: Collection[str] = ()) -> list[Message]:
     """The messages of a column: roles by their usual names, contents strings. Raises Unusable."""
     if not isinstance(value, list):
-        raise Unusable(f"column {name!r} is {name_of_type(value)}, not a string or a list of messages")
+        other = "" if isinstance(value, str) else "a string or "
+        raise Unusable(f"column {name!r} is {name_of_type(value)}, not {other}a list of messages")
     if not value:
         raise Unusable(f"{name!r} is an empty list of messages")
     return [_message(message, f"{name}[{index}]", ignore) for index, message in enumerate(value)]
@@ -289,8 +302,8 @@ def transcript(text: Any) -> Any:
     """
     if not isinstance(text, str):
         return text
-    if text.startswith("\n\nHuman:") and "\n\nAssistant:" in text:
-        pieces = re.split(r"\n\n(Human|Assistant):", text)[1:]
+    if re.match(r"\s*Human:", text) and "\n\nAssistant:" in text:
+        pieces = re.split(r"\n\n(Human|Assistant):", f"\n\n{text.lstrip()}")[1:]
     elif "<extra_id_1>" in text:
         pieces = ["User", *re.split(r"\n?<extra_id_1>(User|Assistant)\n", text)]
     else:
@@ -354,7 +367,7 @@ def _conversation_in(name: str) -> Read:
     """Messages, or Capybara's turns of {input, output}."""
 
     def read(record: JSON) -> Draft:
-        turns = record[name]
+        turns = _listed(record[name], name)
         if isinstance(turns, list) and all(isinstance(turn, dict) and "input" in turn for turn in turns):
             turns = _exchanges((turn["input"], turn.get("output")) for turn in turns)
         return Draft(None, (turns,), (name,))
@@ -442,7 +455,7 @@ def _candidates(names: tuple[str, ...], columns: Columns, kind: RecordKind) -> I
         """Answers that are a whole conversation each: messages, or a transcript."""
 
         def read(record: JSON) -> Draft:
-            answers = tuple(transcript(record[name]) for name in conversations)
+            answers = tuple(transcript(_listed(record[name], name)) for name in conversations)
             if not any(isinstance(answer, str) for answer in answers):
                 return Draft(None, answers, conversations)
             length = _rendered_prompt([record.get(chosen), record.get(rejected)])
@@ -550,13 +563,19 @@ def parse(record: JSON, columns: Columns, kind: RecordKind) -> Record:
     for name in reader.unread:
         _require_unimportant(name, record[name], reader.name)
     draft, label = reader.form.read(record), None
+    if reader.form.has != "text":
+        listed = tuple(map(_listed, draft.completions, draft.names))
+        draft = draft._replace(prompt=_listed(draft.prompt, "prompt"), completions=listed)
     if kind == "unpaired":
         label = _label(record, columns.label if columns.label in record else LABEL)
     if len(draft.completions) == 2 and draft.completions[0] == draft.completions[1]:
         raise Unusable(f"{draft.names[0]!r} is equal to {draft.names[1]!r}: nothing to prefer")
     most = 0 if kind == "prompt" and draft.prompt is not None else 1 if kind == "sft" else None
     prompt = draft.prompt if columns.are_named else transcript(draft.prompt)
-    draft = draft._replace(prompt=prompt, completions=draft.completions[:most], names=draft.names[:most])
+    completions = draft.completions[:most]
+    if prompt != draft.prompt:  # "\n\nAssistant: Yes." begins with "Yes."
+        completions = tuple(text.strip() if isinstance(text, str) else text for text in completions)
+    draft = draft._replace(prompt=prompt, completions=completions, names=draft.names[:most])
     is_plain = reader.form.has == "text" or isinstance(prompt, str)
     if is_plain and not reader.is_chat and all(isinstance(text, str) for text in draft.completions):
         text = None if prompt is None else str(check_json(prompt, "prompt"))
@@ -641,13 +660,18 @@ def _parse_tokens(record: JSON, names: tuple[str, ...]) -> Tokens:
     return Tokens(prompt, tuple(completions), " + ".join(title), None, learnt, str(record.get(VOCABULARY) or ""))
 
 
+LABELS = {"true": True, "false": False, "1": True, "0": False}
+
+
 def _label(record: JSON, column: str) -> bool:
     """Whether a completion is desirable. Raises Unusable."""
     if column not in record:
         raise Unusable(f"no column {column!r}; name yours with data.columns={{label: COLUMN}}")
-    if record[column] not in (True, False):  # 1 and 0, too
+    value = record[column]
+    value = LABELS.get(value.strip().lower()) if isinstance(value, str) else value  # CSV has texts alone
+    if value not in (True, False):  # 1 and 0, too
         raise Unusable(f"column {column!r} is {json.dumps(record[column], default=str)}, not true or false")
-    return bool(record[column])
+    return bool(value)
 
 
 # ---- Conversations

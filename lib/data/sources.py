@@ -248,8 +248,12 @@ def with_splits(settings: DataSettings, tell: Tell = silent, holds_out: bool = T
     for path in files_of(str(folder), settings.cache_dir):
         parts[hub.split_of(path.relative_to(folder).as_posix())].append(path)
     train = parts.pop("train") or parts.pop(None)
-    if not train or not any(parts.values()):
+    if not any(parts.values()):
         return settings
+    if not train:
+        raise UserError(
+            f"{folder}: its files are called valid or test, and none train; name those to train with data.train=FILE"
+        )
     valid = parts.pop("validation") if holds_out and not (settings.valid or settings.holdout) else []
     uses = {"trained": train, "held out": valid, "left": [*itertools.chain(*parts.values())]}
     names = {use: ", ".join(str(path.relative_to(folder)) for path in paths) for use, paths in uses.items() if paths}

@@ -23,6 +23,11 @@ from lib.data.record_formats import JSON, Chat, Message, Plain, Unusable, bounds
 from lib.data.tokenizer import SPECIMEN, TextTokens, Tokenizer
 from lib.errors import UserError
 
+# The end of a turn or a text that other models have, and what stands for media in LLaVA's and other data.
+FOREIGN_END = re.compile(r"(<[|｜][^\s<>]{1,40}[|｜]>|</s>|<eos>|<end_of_turn>)\s*$")
+MEDIA_MARK = re.compile(
+    r"<(?:image|video|audio|img|speech)>|<\|(?:image|video|audio)[^\s|]*\|>|<(?:Img|Image|Audio)Here>"
+)
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 HEADER_CHARACTERS = 12  # of a prompt's end, that tell it from other text
 
@@ -151,6 +156,11 @@ class Encoder:
         """The token by which the template ends an answer; the end token where it has none."""
         return next((token for token in self._suffix(thinks=False) if token in self.end_ids), self._eos_token_id)
 
+    @cached_property
+    def _turn_end(self) -> str:
+        """The text of the token that ends an answer, as the template writes it."""
+        return str(self.tokenizer.decode([self.turn_end_id])).strip() or "\0"
+
     def fingerprint(self) -> str:
         """A digest, equal for tokenizers that make the same tokens of the same text, as far as that can be known."""
         inner = getattr(self.tokens.inner, "backend_tokenizer", None)
@@ -209,23 +219,49 @@ class Encoder:
             return example if isinstance(example, Plain) else self._as_plain(example)
         if isinstance(example, Chat):
             texts = [message.get("content") or "" for message in itertools.chain(example.prompt, *example.completions)]
+            answers = [messages[-1].get("content") or "" for messages in example.completions]
         else:
             texts = [text for text in (example.prompt, *example.completions) if text is not None]
+            answers = [*example.completions]
             if template.is_rendered(texts[0]):
-                note = "texts carry the chat template's marks already: taken as they are, not rendered again"
-                self.notes[note] = None
-                return example
-            if (mark := template.first_mark(texts[0])).startswith("<"):
+                return self._as_rendered(example)
+            if (mark := template.first_mark(texts[0])).startswith(("<", "[INST]")):
                 note = f"texts begin with {mark}, which the chat template does not have; it is rendered as text"
                 self.notes[note] = None
-        if (bad := next(filter(template.is_rendered, texts), None)) is not None:
+        self._note_strange(texts, answers)
+        ended = [text for text in texts if text not in answers and text.rstrip().endswith(self._turn_end)]
+        if (bad := next(filter(template.is_rendered, texts), next(iter(ended), None))) is not None:
             raise Unusable(
                 f"{bad[:40]!r} carries the chat template's marks already; give the whole prompt so, or no part of it"
             )
         if isinstance(example, Chat) or example.prompt is None:
             return example
-        answers = tuple([assistant_message(text)] for text in example.completions)
-        return Chat([{"role": "user", "content": example.prompt}], answers, example.columns)
+        messages = tuple([assistant_message(text)] for text in example.completions)
+        return Chat([{"role": "user", "content": example.prompt}], messages, example.columns)
+
+    def _as_rendered(self, example: Plain) -> Plain:
+        """A text that is rendered already, as it is; the header of its answers is the prompt's."""
+        self.notes["texts carry the chat template's marks already: taken as they are, not rendered again"] = None
+        header, prompt, answers = self.template.header, example.prompt or "", example.completions
+        if prompt and answers and all(answer.startswith(prompt) for answer in answers):
+            return replace(example, completions=tuple(answer.removeprefix(prompt) for answer in answers))
+        if not (header and prompt and answers) or header in prompt[-len(header) - 12 :]:
+            return example
+        begin = re.match(rf"\s*{re.escape(header)}\n*", answers[0])
+        if begin is None or not all(answer.startswith(begin[0]) for answer in answers):
+            self.notes[f"rendered prompts do not end with {header!r}: their answers are learnt without it"] = None
+            return example
+        return replace(example, prompt=prompt + begin[0], completions=tuple(a[begin.end() :] for a in answers))
+
+    def _note_strange(self, texts: Sequence[str], answers: Sequence[str]) -> None:
+        """Notes what is trained as text, and means something to other models."""
+        for end in filter(None, (FOREIGN_END.search(answer[-60:]) for answer in answers)):
+            if not self.end_ids & {*self.tokens.ids(end[1])}:
+                self.notes[f"answers end with {end[1]}, which ends no turn of this model: it is learnt as text"] = None
+        if answers and len(texts[0].split()) > 2 and all(answer.startswith(texts[0]) for answer in answers):
+            self.notes["answers begin with their whole prompt: what is learnt has it once more"] = None
+        for media in filter(None, map(MEDIA_MARK.search, texts)):
+            self.notes[f"texts hold {media[0]}, and no media are trained on: it is rendered as text"] = None
 
     def _as_plain(self, chat: Chat) -> Plain:
         """A question and its answers as text, where data.chat_template=false asks for it. Raises Unusable."""
