@@ -22,7 +22,7 @@ from lib.evaluate import harness
 from lib.evaluate.harness import HarnessModel, longest_input, rolling_windows
 from lib.evaluate.score_file import StoredModel
 from lib.system import mpi_and_blas
-from tests import rounding
+from tests import chat_models, rounding, tiny
 from tests.tiny import ROOT
 
 MODEL = ROOT / "configs/quickstart/model"
@@ -123,6 +123,20 @@ def test_answers_are_greedy_and_end_before_the_first_stop_text(model: nn.Module,
     assert written == [whole[0], whole[1][: whole[1].index(whole[1][4:6])], whole[2]]
     (short,) = adapter.generate_until(requests((prompts[0], {"until": [], "max_new_tokens": 3, "do_sample": False})))
     assert short == greedy(model, adapter, prompts[0], 3)
+
+
+def test_without_a_chat_answers_end_where_the_harness_says(tmp_path: Path) -> None:
+    """The template's end of a turn is no end of a task's plain text."""
+    tokenizer = chat_models.tokenizer_of("Qwen-Qwen2.5-7B-Instruct")
+    tokenizer.eos_token = "<|endoftext|>"
+    folder = tiny.model_folder(tmp_path / "model", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    tokenizer.save_pretrained(folder)
+    settings = Config.model_validate({"model": {"path": str(folder), "random_init": True}, "data": {"train": "-"}})
+    subject, end = StoredModel(settings, None), tokenizer.convert_tokens_to_ids("<|im_end|>")
+    plain = HarnessModel(subject.load(World()).model, subject, World(), tmp_path / "kept", "digest")
+    assert end not in plain.tokenizer.eos_token_ids
+    plain.encoder.stop_generation()  # as with --chat
+    assert end in plain.tokenizer.eos_token_ids
 
 
 def test_a_task_that_wants_more_than_the_model_sees_is_refused(adapter: HarnessModel) -> None:

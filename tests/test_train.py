@@ -267,6 +267,37 @@ def test_a_run_continues_from_an_earlier_adapter(tmp_path: Path) -> None:
     assert wrong.returncode == 2 and "model.rank=8" in wrong.stderr
 
 
+def test_a_run_whose_default_layers_were_others_goes_on_with_the_keys_that_are_named(tmp_path: Path) -> None:
+    """An earlier version adapted the routers of experts, too; resuming said only that the weights do not fit."""
+    tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=2", "run.name=old", "model.keys=[self_attn.q_proj]"])
+    config = tmp_path / "runs/old/config.yaml"
+    config.write_text(config.read_text().replace("keys:\n  - self_attn.q_proj\n", "keys: null\n"))
+    words = ["--resume", str(config.parent), "train.steps=3"]
+    refused = tiny.train(tmp_path, words, check=False)
+    assert refused.returncode == 2 and "add 'model.keys=[self_attn.q_proj]'" in refused.stderr
+    tiny.train(tmp_path, [*words, "model.keys=[self_attn.q_proj]"])
+    assert tiny.steps_of(config.parent)[-1]["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rank", "threads", "words"),
+    [
+        (["a"] * 3, 0, 1, "a: 3 ranks of 1 threads compute on 2 cores and slow each other; start fewer"),
+        (["a", "b", "b"], 1, 2, "b: 2 ranks of 2 threads compute .* OPENBLAS_NUM_THREADS=1"),
+        (["a", "b", "b"], 2, 2, None),  # the first says it
+        (["a", "a"], 0, 1, None),
+        (["a"], 0, 2, None),
+    ],
+)
+def test_more_threads_than_cores_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, hosts: list[str], rank: int, threads: int, words: str | None
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(run_facts.hardware, "mlx_device", lambda: ("cpu", "a"))
+    said = run_facts._crowded(hosts, rank, threads)
+    assert (words is None and not said) or re.fullmatch(str(words), said)
+
+
 def test_a_gradient_that_is_nan_once_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [*tiny.settings(tmp_path), "train.steps=6", "model.dropout=0.1"]
     tiny.train(tmp_path, [*words, "run.name=plain"])

@@ -60,9 +60,8 @@ class HarnessModel:
         self.settings, self.name, self.tokenizer = settings, subject.name, subject.tokenizer()
         self.multiple, self.shares_prompts, _ = reference_model.layout(loaded, settings.data, world.alone())
         self.longest, self.limits = longest_input(settings.model), vocabulary(settings.model)
-        encoder = Encoder(self.tokenizer, settings.data, self.limits.eos_token_id)
-        encoder.stop_generation()
-        self.template, self.inner = encoder.template, TextTokens(self.tokenizer).inner
+        self.encoder = Encoder(self.tokenizer, settings.data, self.limits.eos_token_id)
+        self.template, self.inner = self.encoder.template, TextTokens(self.tokenizer).inner
         bos = self.inner.bos_token_id
         self.start_id: int = self.inner.eos_token_id if bos is None else bos
         self.start_text = str(self.inner.decode([self.start_id]))
@@ -267,6 +266,8 @@ def _run_harness(parts: tuple[Any, ...], names: list[str], options: argparse.Nam
         except Exception as error:  # whatever a task's file or its data are wrong with
             last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             raise UserError(f"--tasks {','.join(names)}: cannot be loaded: {last}") from error
+    if options.chat:
+        model.encoder.stop_generation()  # other texts end where the harness says
     arguments = {"num_fewshot": options.shots, "limit": options.limit, "apply_chat_template": options.chat}
     with model.world.agreeing("the tasks"):
         results: dict[str, Any] = simple_evaluate(

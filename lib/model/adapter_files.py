@@ -215,6 +215,10 @@ def fitted(wanted: Described, loaded: Mapping[str, mx.array], where: str) -> dic
         is_same = _with_rank(name, array.shape, 0) == _with_rank(name, shape, 0)
         shapes[name] = (shape if is_same else array.shape, dtype)
     if fault := misfit(wanted, shapes):
+        theirs, ours = ({n.rpartition(".")[0] for n in names if ".lora_" in n} for names in (loaded, wanted))
+        if theirs != ours:  # as where an earlier version adapted others by default
+            keys = sorted({re.sub(r"^.*?\.\d+\.", "", layer) for layer in theirs})
+            fault += f"; other layers were adapted: add 'model.keys=[{', '.join(keys)}]'"
         raise UserError(f"{where} does not fit the model: {fault}")
     return {name: array.astype(wanted[name][1]) for name, array in loaded.items()}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shutil
 import statistics
 import tempfile
@@ -61,6 +62,7 @@ def plan_run(
     threads = next((rank.get("blas_threads") for rank in before if rank["host"] == host), None)
     threads = hardware.choose_threads(threads, hosts.count(host) == 1, config.plan.replan)
     every = world.gather_values(threads, "every rank's threads")
+    crowded = world.gather_text(_crowded(hosts, world.rank, threads), "ranks and cores of every host")
     facts, rates = _gather_facts(config, world, hosts, data, rates)
     with world.agreeing("planning"):
         first = advised(config.plan, config.train, config.strategy, plan(facts))
@@ -70,9 +72,21 @@ def plan_run(
             for i, (rank, sizes) in enumerate(zip(ranks, earlier, strict=True)):
                 if max(sizes, default=0) < max(rank.micro_batch_sizes, default=0):
                     ranks[i] = replace(rank, micro_batch_sizes=sizes)
-        first = replace(first, basis=replace(first.basis, matmul_gflops=rates), ranks=tuple(ranks))
+        warnings = (*first.warnings, *filter(None, crowded))
+        basis = replace(first.basis, matmul_gflops=rates)
+        first = replace(first, basis=basis, ranks=tuple(ranks), warnings=warnings)
     world.require_equal("plan", json.dumps(first.decisions()))  # unlike plans would lose rows, or train them twice
     return first
+
+
+def _crowded(hosts: Sequence[str], rank: int, threads: int | None) -> str:
+    """A warning where this host's ranks compute with more threads than it has cores; from the first of them alone."""
+    ranks, cores, given = hosts.count(hosts[rank]), os.cpu_count() or 1, os.environ.get("OPENBLAS_NUM_THREADS", "")
+    threads = threads or int(given if given.isdigit() else 1)
+    if ranks * threads <= cores or hosts.index(hosts[rank]) != rank or hardware.mlx_device()[0] != "cpu":
+        return ""
+    remedy = "start fewer" if threads == 1 else "export OPENBLAS_NUM_THREADS=1"
+    return f"{hosts[rank]}: {ranks} ranks of {threads} threads compute on {cores} cores and slow each other; {remedy}"
 
 
 def _alone(settings: PlanSettings, is_resumed: bool) -> PlanSettings:
