@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,4 +24,4 @@ def settings(world: World, folder: Path, *words: str, shape: dict[str, Any] | No
     if world.rank == 0:
         mine = tiny.settings(folder, **changes)
         tiny.model_folder(folder / "model", **(shape or {}))
-    return [*json.loads(world.broadcast_text(json.dumps(mine))), *words]
+    return [*world.broadcast_value(mine), *words]

@@ -67,7 +67,6 @@ def test_rounds_of_one_batch_are_synchronous_steps(world: World, folder: Path, s
     assert rows_of_epochs(apart) == rows_of_epochs(together)
     for record in merges_of(apart):
         assert sum(record["pairs"]) in (8, 5) and record["error"] < 1e-3  # float32 sums
-    world.gather_text("checked")
 
 
 @pytest.mark.long(ranks=3)
@@ -102,7 +101,6 @@ def test_each_merge_of_one_round_is_what_it_says(world: World, folder: Path, sha
     summary = json.loads((runs["none"] / "summary.json").read_text())
     assert len(summary["ranks"]) == world.size and summary["loss"] == summary["ranks"][0]["loss"]
     assert len({each["loss"] for each in summary["ranks"]}) == world.size
-    world.gather_text("checked")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +130,6 @@ def test_ranks_leave_a_round_with_the_same_weights(
     fractions = {"none": (1, 1), "bf16": (0.5, 0.5), "int8": (0.25, 0.36), "topk": (0.4, 0.5)}
     low, high = (size * (world.size - 1) * fraction for fraction in fractions[compression])
     assert low * 0.99 <= record["bytes_sent"] <= high * 1.01 + 64
-    world.gather_text("checked")
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -180,7 +177,6 @@ def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_full_disk
     assert [len(steps_of(run, rank)) for rank in range(world.size)] == [
         sum(record["steps"][rank] for record in merges_of(run)) for rank in range(world.size)
     ]
-    world.gather_text("checked")
 
 
 @pytest.mark.long(ranks=3)
@@ -215,7 +211,6 @@ def test_a_run_goes_on_alone_from_a_rounds_end_and_back_on_all_ranks(
     world.gather_text("moved")
     train(world, folder, [*words, shares, "train.epochs=3"], "run", resume=True)
     assert rows_of_epochs(run) == {epoch: list(range(24)) for epoch in range(3)}
-    world.gather_text("checked")
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -239,7 +234,6 @@ def test_a_run_that_goes_on_inside_a_round_has_the_bits_of_one_that_never_stoppe
         for run in (whole, cut)
     ]
     assert evaluated[0] == evaluated[1] and len(evaluated[0]) > 2, "they count from the last merge"
-    world.gather_text("checked")
 
 
 @two
@@ -257,7 +251,6 @@ def test_a_run_that_is_to_end_inside_a_round_merges_what_its_ranks_have(world: W
         [record["step"] for record in merges_of(ended)] == [record["step"] for record in merges_of(shorter)] == [9, 10]
     )
     assert difference(shorter, ended) == 0.0 and rows_of_epochs(ended) == rows_of_epochs(shorter)
-    world.gather_text("checked")
 
 
 @pytest.mark.long(ranks=3)
@@ -277,7 +270,6 @@ def test_a_stacked_run_goes_on_at_its_rank(
     if world.rank == 0:
         train(World(), folder, [*words, "train.epochs=2"], "run", resume=True)
         assert weights(run)[name].shape[1] == 8 and rows_of_epochs(run)[1] == list(range(21))
-    world.gather_text("checked")
 
 
 @pytest.mark.long(ranks=3)
@@ -291,7 +283,6 @@ def test_a_merged_adapter_loads_in_mlx_lm(world: World, folder: Path, shares: st
     model, _ = load_model(stored)
     before = np.array(model(mx.array([[3, 4, 5]])))
     assert not np.array_equal(before, np.array(load_adapters(model, str(run))(mx.array([[3, 4, 5]]))))
-    world.gather_text("checked")
 
 
 @pytest.mark.long(ranks=3)
@@ -311,7 +302,6 @@ def test_compressed_gradients_of_synchronous_ranks(world: World, folder: Path, s
     assert all(len(set(each)) == 1 for each in sent.values())
     assert sent["bf16"][0] < 0.52 * sent["none"][0] and sent["topk"][0] < 0.1 * sent["none"][0]
     assert sent["int8"][0] < 0.4 * sent["none"][0] * (world.size / 2)
-    world.gather_text("checked")
 
 
 @pytest.mark.long(ranks=3)

@@ -98,7 +98,6 @@ def test_two_ranks_exchange(world: World, links: Links, dtype: mx.Dtype) -> None
         theirs = links.exchange(mx.full((2, 3), world.rank + 1, dtype), other, "an exchange")
         assert mx.array_equal(theirs, mx.full((2, 3), other + 1, dtype))
     links.finish("an exchange")
-    world.gather_text("exchanged")
 
 
 @mpi
@@ -117,7 +116,6 @@ def test_stages_compute_what_the_whole_computes_over_any_links(
     path = folder_of(world, folder, "llama-tied-biased")
     method = "full" if recomputes else "lora"  # full training sums what the first and the last rank both train
     assert_equals_whole(world, path, CUTS[world.size][0], SFT if recomputes else DPO, recomputes, method=method)
-    world.gather_text("compared")
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -135,4 +133,3 @@ def test_a_wait_names_the_rank_and_the_host_that_is_waited_for(world: World, mon
     peer = ("rank 1 on m3-ultra", "rank 0 on m4-max")[world.rank]
     assert waits == [f"the gradients from {peer}", f"the end of a step: {peer} does not take what it was sent"]
     monkeypatch.undo()
-    world.gather_text("seen")

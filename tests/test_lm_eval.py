@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 
 from lib.config.settings import Config
-from lib.distributed.world import World, start
+from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.evaluate import harness
 from lib.evaluate.harness import HarnessModel, longest_input, rolling_windows
 from lib.evaluate.score_file import StoredModel
-from lib.system import mpi_and_blas
 from tests import chat_models, rounding, tiny
 from tests.tiny import ROOT
 
@@ -152,13 +151,11 @@ def test_what_is_finished_is_not_asked_again(model: nn.Module, tmp_path: Path, m
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_two_ranks_answer_as_one(model: nn.Module, tmp_path: Path) -> None:
-    world = start(mpi_and_blas.launch_environment(), timeout_seconds=120)
+def test_two_ranks_answer_as_one(world: World, model: nn.Module, tmp_path: Path) -> None:
     alone = adapter_of(model, tmp_path / "alone").loglikelihood(requests(*PAIRS))
     adapter = adapter_of(model, Path(world.broadcast_text(str(tmp_path))) / "together", world)
     assert adapter.loglikelihood(requests(*PAIRS)) == alone
     assert adapter.generate_until(requests(("Add 1 and 2.", {"max_gen_toks": 4}))) is not None
-    world.gather_text("checked")
 
 
 def test_chats_are_rendered_as_in_training_and_refusals_are_reported(adapter: HarnessModel, tmp_path: Path) -> None:

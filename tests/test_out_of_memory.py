@@ -314,4 +314,3 @@ def test_ranks_agree_on_what_one_of_them_met(world: World, folder: Path, strateg
     if strategy == "independent":
         state = json.loads((run / "checkpoints/step-00000004/state.json").read_text())["rounds"]
         assert state["max_micro_batch_sizes"] == [None, made[1]]
-    world.gather_text("checked")

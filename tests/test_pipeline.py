@@ -134,7 +134,6 @@ def test_stages_compute_what_the_whole_computes(world: World, folder: Path, fami
     if method == "dora" and family in ("qwen3_moe", "mixtral"):
         changes["keys"] = ("self_attn.q_proj", "self_attn.o_proj")  # mlx-lm has no DoRA of experts
     assert_equals_whole(world, path, CUTS[world.size][turn % 2], (DPO, SFT)[turn % 2], turn % 4 < 2, **changes)
-    world.gather_text("compared")
 
 
 @mpi
@@ -143,7 +142,6 @@ def test_stages_compute_what_the_whole_computes(world: World, folder: Path, fami
 def test_stages_drop_what_the_whole_drops(world: World, folder: Path, recomputes: bool) -> None:
     path = folder_of(world, folder, "qwen3_moe")
     assert_equals_whole(world, path, CUTS[world.size][0], recomputes=recomputes, dropout=0.3)
-    world.gather_text("compared")
 
 
 @two
@@ -157,7 +155,6 @@ def test_no_gradient_goes_where_nothing_is_trained(world: World, folder: Path, c
     path = folder_of(world, folder, "llama-tied-biased")
     recomputes = changes.get("method") == "full"
     assert_equals_whole(world, path, CUTS[world.size][recomputes], recomputes=recomputes, **changes)
-    world.gather_text("compared")
 
 
 @two
@@ -169,7 +166,6 @@ def test_stages_of_a_quantised_model(world: World, folder: Path, family: str) ->
         tiny.stored_model(folder, quantised=True, **{"model_type": family, **MODEL, **tiny.FAMILIES[family], **wide})
     world.gather_text("written")
     assert_equals_whole(world, folder / "stored", CUTS[world.size][0], random_init=False)
-    world.gather_text("compared")
 
 
 @two
@@ -184,7 +180,6 @@ def test_compressed_activations_are_fewer_bytes_and_train_nearly_the_same(
     for before, after in zip(steps_of(exact, world.rank), steps_of(run, world.rank), strict=True):
         assert 0 < abs(after["grad_norm"] / before["grad_norm"] - 1) < 0.1
         assert after["bytes_sent"] < before["bytes_sent"] and not after["skipped"]
-    world.gather_text("checked")
 
 
 @two
@@ -197,7 +192,6 @@ def test_answers_metrics_and_another_reference_in_stages(
     settings = settings.model_copy(update={"train": settings.train.model_copy(update={"loss": "sigmoid"})})
     for kind in ("rewards", "greedy", "samples", "pairs"):
         assert_scored_as_on_one_rank(world, folder, settings, stages, kind)
-    world.gather_text("checked")
 
 
 def by_letters(prompt: Any, completions: Sequence[str], record: dict[str, Any]) -> list[float]:

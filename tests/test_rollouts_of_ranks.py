@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -44,7 +43,7 @@ def trained_alone(world: World, words: list[str], folder: Path, name: str, *own:
 def alone(world: World, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     """A round of one rank."""
     folder = Path(world.broadcast_text(str(tmp_path_factory.mktemp("alone"))))
-    words = json.loads(world.broadcast_text(json.dumps(tiny.rounds(folder) if world.rank == 0 else [])))
+    words = world.broadcast_value(tiny.rounds(folder) if world.rank == 0 else [])
     return trained_alone(world, words, folder, "alone", "rollouts.rounds=1")
 
 
@@ -63,7 +62,6 @@ def assert_same_files(alone: Alone, run: Path, *rounds: int) -> None:
 def test_unequal_ranks_draw_what_one_draws(alone: Alone, world: World, folder: Path) -> None:
     run = together(alone, world, folder, "strategy=synchronous", "plan.shares=[3,1]", "rollouts.rounds=1")
     assert_same_files(alone, run, 1)
-    world.gather_text("checked")
 
 
 @pytest.mark.long
@@ -88,4 +86,3 @@ def test_ranks_that_hold_parts_of_the_model_draw_what_one_draws(alone: Alone, wo
             model, lambda: [{str(i): logps_of(model, sample, 1.5) for i, sample in enumerate(samples)}]
         )
         rounding.assert_within([{str(i): np.array(one.logps) for i, one in enumerate(samples)}], expected, limits)
-    world.gather_text("checked")

@@ -158,14 +158,12 @@ def test_parts_compute_what_the_whole_computes(world: World, folder: Path, famil
         changes["keys"] = ("self_attn.q_proj", "self_attn.o_proj")  # mlx-lm has no DoRA of experts
     for i, weights in enumerate(WEIGHTS[world.size]):
         assert_equals_whole(world, path, weights, shares_prompts=i == 1, **changes)
-    world.gather_text("compared")
 
 
 @mpi
 def test_parts_drop_what_the_whole_drops(world: World, folder: Path) -> None:
     path = folder_of(world, folder, "qwen3_moe")
     assert_equals_whole(world, path, UNEVEN[world.size], shares_prompts=True, dropout=0.3)
-    world.gather_text("compared")
 
 
 @mpi
@@ -189,7 +187,6 @@ def test_a_divided_vocabulary(
     divide(world, path, model, UNEVEN[world.size], vocabulary=True)
     tokens = mx.array([[1, 47, 3, 24], [0, 13, 35, 36]])
     assert mx.allclose(model(tokens), whole(tokens), rtol=1e-4, atol=1e-5)  # as generation sees it
-    world.gather_text("compared")
 
 
 @mpi
@@ -208,7 +205,6 @@ def test_parts_of_a_quantised_model(world: World, folder: Path, family: str) -> 
     world.gather_text("written")
     for changes in ({"shard_vocabulary": True}, {"method": "dora", "keys": ("self_attn.o_proj", "self_attn.q_proj")}):
         assert_equals_whole(world, path, UNEVEN[world.size], shares_prompts=True, random_init=False, **changes)
-    world.gather_text("compared")
 
 
 @mpi
@@ -240,7 +236,6 @@ def test_gathered_parts_are_scattered_to_any_division_bit_for_bit(
             bits = [np.array(mx.view(a, mx.uint32)).tobytes() for a in (arrays[name], array)]
             assert bits[0] == bits[1], name
     assert sums.count("the parts of the model") > 10
-    world.gather_text("compared")
 
 
 @pytest.mark.parametrize(
@@ -317,7 +312,6 @@ def test_equal_parts_compiled_train_to_the_weights_of_the_whole(
     for record in steps:
         assert record["bytes_sent"] == first_sent.setdefault(record["padded_tokens"], record["bytes_sent"]) > 10_000
     assert len(first_sent) < len(steps)
-    world.gather_text("checked")
 
 
 @two
@@ -327,7 +321,6 @@ def test_answers_metrics_and_another_reference_in_parts(
 ) -> None:
     parts = ("strategy=sharded", "model.shard_vocabulary=true", f"plan.shares={list(UNEVEN[world.size])}")
     assert_answers_and_metrics_as_alone(world, folder, capsys, *parts)
-    world.gather_text("checked")
 
 
 def assert_answers_and_metrics_as_alone(
@@ -404,4 +397,3 @@ def test_a_rank_trains_in_its_planned_memory(world: World, folder: Path) -> None
         assert own / sum(beyond) == pytest.approx(part["share"], rel=0.1)
         planned = sum(part[f"{kind}_bytes"] for kind in ("divided", "whole", "training"))
         assert 0.98 * planned <= peak <= planned + part["activation_bytes"], "activations come beside what is kept"
-    world.gather_text("checked")

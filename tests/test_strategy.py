@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import train as script
 from lib.config import load
 from lib.distributed.world import World
 from lib.model import partition
@@ -83,7 +82,6 @@ def test_auto_is_independent_on_ranks_of_one_host(
     assert all(epochs[epoch] == list(range(rows)) for epoch in range(steps // in_epoch)), "a pair lost or repeated"
     newest = max((run / "checkpoints").glob("step-*"))
     assert json.loads((newest / "state.json").read_text())["rounds"]["are_one"], "the last one is from a merge"
-    world.gather_text("checked")
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -115,7 +113,6 @@ def test_auto_trains_in_parts_where_a_limit_is_written_down(
     assert [sum(part["kv_heads"] for part in plan["parts"]) for plan in plans] == [0, 4]
     assert json.loads((run / "summary.json").read_text())["strategy"] == "sharded"
     assert tiny.difference(whole, run) <= rounding.trained_alone(world, words).limit
-    world.gather_text("checked")
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
@@ -124,14 +121,9 @@ def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
     world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 is said to be three times as fast: the shares follow, and the weights are those of one rank."""
-    mine = tiny.settings(folder, rows=21) if world.rank == 0 else []
-    words = [
-        *json.loads(world.broadcast_text(json.dumps(mine))),
-        "train.steps=16",
-        "checkpoint.every=1",
-        "checkpoint.keep=20",
-        "strategy=synchronous",
-    ]
+    words = settings(
+        world, folder, "train.steps=16", "checkpoint.every=1", "checkpoint.keep=20", "strategy=synchronous"
+    )
     observe = Schedule.observe
 
     def invented(self: Schedule, step: int, tokens: Sequence[float], measured: Sequence[float]) -> ClusterPlan | None:
@@ -140,12 +132,7 @@ def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
 
     monkeypatch.setattr(Schedule, "observe", invented)
 
-    def trained(name: str, ranks: World = world, resume: bool = False) -> Path:
-        script.train(load.load(None, [*words, f"run.name={name}"]), ranks, resume=resume, dry_run=False)
-        world.gather_text("trained")
-        return folder / "runs" / name
-
-    alone, run = rounding.trained_alone(world, words), trained("planned-again")
+    alone, run = rounding.trained_alone(world, words), train(world, folder, words, "planned-again")
     plans = [record for record in read_records(run / "logs" / "rank-001.jsonl") if record["kind"] == "plan"]
     assert [record["shares_before"] for record in plans] == [[4, 4]]
     first, shares = plans[0]["first_step"], plans[0]["shares"]
@@ -163,7 +150,7 @@ def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
                 if int(path.name.removeprefix("step-")) > step:
                     shutil.rmtree(path)
         world.gather_text("taken away")
-        trained("planned-again", resume=True)
+        train(world, folder, words, "planned-again", resume=True)
         assert {name: array.tobytes() for name, array in tiny.weights(run).items()} == before, step
         world.gather_text("compared")
 
@@ -173,8 +160,7 @@ def test_two_hosts_plan_the_same_where_one_was_never_calibrated(
     world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two real ranks that go by two names; the second one's products are said to be a third as fast."""
-    mine = tiny.settings(folder, rows=21) if world.rank == 0 else []
-    words = [*json.loads(world.broadcast_text(json.dumps(mine))), "train.global_batch_size=16"]
+    words = settings(world, folder, "train.global_batch_size=16")
     config = load.load(None, [*words, f"plan.calibration_dir={folder / 'calibration'}"])
     lengths, sixteen = np.full(21, 16), np.full((21, 2), 16)
     data = SimpleNamespace(lengths=lengths, trained=(lengths // 2, sixteen, sixteen // 2))
@@ -202,4 +188,3 @@ def test_two_hosts_plan_the_same_where_one_was_never_calibrated(
     again = planned(["fast", "new"], run)
     assert again.shares == first.shares and again.basis.matmul_gflops == {"fast": [90.0], "new": [30.0]}
     assert planned(["fast", "third"], run).basis.matmul_gflops == {"fast": [50.0], "third": [100.0]}
-    world.gather_text("checked")

@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 
 from lib.config.settings import Config
-from lib.distributed.world import start
+from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.evaluate import judges, score_file, win_rate
 from lib.evaluate.judges import Question, judge_of
 from lib.evaluate.score_file import StoredModel
-from lib.system import mpi_and_blas
 from lib.system.terminal import Terminal
 from tests import served
 from tests.tiny import ROOT
@@ -238,8 +237,7 @@ def test_a_run_against_its_base_by_the_numbers_in_its_answers(
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_two_ranks_give_the_lines_of_one(tmp_path: Path) -> None:
-    world = start(mpi_and_blas.launch_environment(), timeout_seconds=120)
+def test_two_ranks_give_the_lines_of_one(world: World, tmp_path: Path) -> None:
     folder = Path(world.broadcast_text(str(tmp_path)))
     evaluation = {"judge": "number", "batch_size": 4, "max_tokens": 12}
     own = Config.model_validate(
@@ -260,7 +258,6 @@ def test_two_ranks_give_the_lines_of_one(tmp_path: Path) -> None:
     if world.rank == 0:
         assert together == alone and (folder / "one.jsonl").read_text() == (folder / "two.jsonl").read_text()
         assert any(line["answer"] != line["against"] for line in lines_of(folder / "two.jsonl"))
-    world.gather_text("checked")
 
 
 def test_against_itself_all_is_even_and_no_model_is_asked(
