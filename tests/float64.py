@@ -79,35 +79,6 @@ def numerical_gradient(f: Callable[[], float | np.ndarray], array: np.ndarray, s
     return gradient
 
 
-def preference_loss(
-    name: str, pw: float, pl: float, rw: float, rl: float, tokens: tuple[int, int], beta: float
-) -> float:
-    """One pair's loss, written from the papers, with the defaults of the configuration."""
-    h = (pw - rw) - (pl - rl)
-    match name:
-        case "sigmoid" | "robust":
-            return float(np.log1p(np.exp(-beta * h)))
-        case "ipo":
-            return (h - 1 / (2 * beta)) ** 2
-        case "hinge":
-            return max(0.0, 1 - beta * h)
-        case "dpop":
-            return float(np.log1p(np.exp(-beta * (h - 50.0 * max(0.0, rw - pw)))))
-        case "simpo":
-            return float(np.log1p(np.exp(-(beta * (pw / tokens[0] - pl / tokens[1]) - 0.5))))
-        case "cpo":
-            return float(np.log1p(np.exp(-beta * (pw - pl)))) - pw / tokens[0]
-        case "orpo":
-            mw, ml = pw / tokens[0], pl / tokens[1]
-            odds = (mw - np.log1p(-np.exp(mw))) - (ml - np.log1p(-np.exp(ml)))
-            return float(-mw + beta * np.log1p(np.exp(-odds)))
-        case "apo_down":
-            return float(1 / (1 + np.exp(-beta * (pw - rw))) + 1 / (1 + np.exp(beta * h)))
-        case "sft":
-            return -pw / tokens[0]
-    raise ValueError(name)
-
-
 def _rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
 

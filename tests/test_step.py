@@ -24,6 +24,7 @@ from lib.model import load as load_module
 from lib.training.optimizers import UpdateRule, learning_rate, make_optimizer
 from lib.training.step import MicroBatch, Step, StepRecord
 from tests import float64, rounding
+from tests.test_losses import OPTIONS, loss64
 from tests.tiny import LLAMA, model_folder, pairs
 
 HEADS, KV_HEADS = LLAMA["num_attention_heads"], LLAMA["num_key_value_heads"]
@@ -93,11 +94,9 @@ def loss_of_logps(logps: np.ndarray, batch: list[Example], reference: np.ndarray
         if train.loss == "sft":
             total, tokens = total - own[0], tokens + len(example.completions[0])
         else:
-            lengths = (len(example.completions[0]), len(example.completions[1]))
-            total += sum(
-                weight * float64.preference_loss(name, *own, rw, rl, lengths, train.beta)
-                for name, weight in train.loss_terms
-            )
+            pair = (*own, rw, rl, *map(len, example.completions))
+            options = {name: getattr(train, name) for name in OPTIONS}
+            total += sum(weight * loss64(name, pair, options) for name, weight in train.loss_terms)
     return total / (tokens if train.loss == "sft" else len(batch))
 
 

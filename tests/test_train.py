@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -37,44 +38,32 @@ from tests.tiny import ROOT, difference, weights
 
 def test_mpirun_with_unequal_shares_ends_with_the_same_weights(tmp_path: Path) -> None:
     """As a user launches it; tests/test_world.py has the other worlds, methods and losses."""
-    words = [*tiny.settings(tmp_path), "train.steps=8"]
-    tiny.train(tmp_path, [*words, "run.name=one"])
-    result = tiny.train(
-        tmp_path, [*words, "plan.shares=[6,2]", "plan.micro_batch_sizes=[4,1]", "run.name=two"], ranks=2
-    )
-    one, two = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
-    assert difference(one, two) <= rounding.limit_of(one)
-    summary = json.loads((tmp_path / "runs" / "two" / "summary.json").read_text())
+    one, words = tiny.run(tmp_path, "one", train__steps=8), tiny.settings(tmp_path, train__steps=8, run__name="two")
+    result = tiny.train(tmp_path, [*words, "plan.shares=[6,2]", "plan.micro_batch_sizes=[4,1]"], ranks=2)
+    assert difference(one, one.with_name("two")) <= rounding.limit_of(one)
+    summary = tiny.summary(one.with_name("two"))
     assert summary == json.loads(result.stdout.splitlines()[-1])
     assert summary["world_size"] == 2 and summary["steps"] == 8
 
 
 def test_the_wall_seconds_and_the_cost_of_a_run_are_of_all_its_processes(tmp_path: Path) -> None:
-    words = [*tiny.settings(tmp_path), "run.name=run", "cost.rent_per_hour=3600"]
-    tiny.train(tmp_path, [*words, "train.steps=2"])
-    run = tmp_path / "runs/run"
+    run = tiny.run(tmp_path, cost__rent_per_hour=3600, train__steps=2)
     state = json.loads((run / "checkpoints/step-00000002/state.json").read_text())
-    first = json.loads((run / "summary.json").read_text())
+    first = tiny.summary(run)
     assert 0 < state["seconds"] < state["wall_seconds"] <= first["wall_seconds"]
     began = time.monotonic()
     tiny.train(tmp_path, ["--resume", str(run), "train.steps=3"])
     process_seconds = time.monotonic() - began
-    both = json.loads((run / "summary.json").read_text())
+    both = tiny.summary(run)
     assert state["wall_seconds"] + both["seconds"] - first["seconds"] < both["wall_seconds"]
     assert both["wall_seconds"] < state["wall_seconds"] + process_seconds
     assert both["cost"]["cost"] == pytest.approx(both["wall_seconds"])
 
 
 def test_ctrl_c_is_one_line_and_resumes(tmp_path: Path) -> None:
-    words = [
-        *tiny.settings(tmp_path),
-        "train.steps=400",
-        "checkpoint.every=5",
-        "run.name=run",
-        f"--config={tiny.config_file(tmp_path)}",
-    ]
+    words = tiny.settings(tmp_path, train__steps=400, checkpoint__every=5, run__name="run")
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *words],
+        [sys.executable, str(ROOT / "train.py"), *words, f"--config={tiny.config_file(tmp_path)}"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -87,35 +76,27 @@ def test_ctrl_c_is_one_line_and_resumes(tmp_path: Path) -> None:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
-    assert (
-        process.returncode == 1
-        and errors.startswith("stopped: interrupted; go on with --resume ")
-        and errors.strip().endswith("runs/run")
-        and errors.count("\n") == 1
-    )
-    resumed = tiny.train(tmp_path, ["--resume", str(tmp_path / "runs" / "run"), "train.steps=20"])
-    assert resumed.returncode == 0
+    assert process.returncode == 1
+    assert re.fullmatch(r"stopped: interrupted; go on with --resume \S*runs/run\n", errors), errors
+    tiny.train(tmp_path, ["--resume", str(tmp_path / "runs/run"), "train.steps=20"])
 
 
 def test_a_compiled_step_equals_a_plain_one_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    words = [*tiny.settings(tmp_path), "train.steps=6", "checkpoint.every=3"]
-    for name, compiled in (("plain", "false"), ("compiled", "true"), ("resumed", "true")):
-        tiny.train(tmp_path, [*words, f"run.name={name}", f"train.compile={compiled}"])
-    runs = tmp_path / "runs"
-    shutil.rmtree(runs / "resumed" / "checkpoints" / "step-00000006")
-    (runs / "resumed" / "adapters.safetensors").unlink()
-    tiny.train(tmp_path, ["--resume", str(runs / "resumed")])
-    assert difference(runs / "plain", runs / "compiled") <= rounding.limit_of(runs / "plain")
-    assert difference(runs / "compiled", runs / "resumed") == 0.0
+    plain, compiled, resumed = (
+        tiny.run(tmp_path, name, train__steps=6, checkpoint__every=3, train__compile=name != "plain")
+        for name in ("plain", "compiled", "resumed")
+    )
+    shutil.rmtree(resumed / "checkpoints/step-00000006")
+    (resumed / "adapters.safetensors").unlink()
+    tiny.train(tmp_path, ["--resume", str(resumed)])
+    assert difference(plain, compiled) <= rounding.limit_of(plain)
+    assert difference(compiled, resumed) == 0.0
 
 
 def test_full_training_of_a_bfloat16_model_keeps_float32_weights_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    words = [*tiny.settings(tmp_path), "model.method=full", "model.dtype=bfloat16", "train.schedule=constant"]
-    words.append("checkpoint.final=last")
-    for name, steps in (("whole", 4), ("halves", 2)):
-        tiny.train(tmp_path, [*words, f"run.name={name}", f"train.steps={steps}"])
-    tiny.train(tmp_path, ["--resume", str(tmp_path / "runs" / "halves"), "train.steps=4"])
-    whole, halves = tmp_path / "runs" / "whole", tmp_path / "runs" / "halves"
+    words = ["model.method=full", "model.dtype=bfloat16", "train.schedule=constant", "checkpoint.final=last"]
+    whole, halves = (tiny.run(tmp_path, f"{steps}", words, train__steps=steps) for steps in (4, 2))
+    tiny.train(tmp_path, ["--resume", str(halves), "train.steps=4"])
     assert {array.dtype for array in tiny.weights(whole).values()} == {np.dtype(np.float32)}
     assert difference(whole, halves) == 0.0
     # The reference is asked in the type that is trained: one of bfloat16 products would be off by a thousandth.
@@ -124,10 +105,8 @@ def test_full_training_of_a_bfloat16_model_keeps_float32_weights_and_resumes_to_
 
 @pytest.mark.parametrize("damage", ["torn", "tampered", "missing"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
-    tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=9", "checkpoint.every=3", "run.name=run"])
-    run = tmp_path / "runs" / "run"
-    before = weights(run)
-    newest = run / "checkpoints" / "step-00000009" / "adapters.safetensors"
+    run = tiny.run(tmp_path, train__steps=9, checkpoint__every=3)
+    before, newest = weights(run), run / "checkpoints/step-00000009/adapters.safetensors"
     content = newest.read_bytes()
     if damage == "torn":
         newest.write_bytes(content[: len(content) // 2])
@@ -142,25 +121,17 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
 
 
 def test_checkpoints_kept_are_the_newest_and_the_best(tmp_path: Path) -> None:
-    words = [
-        *tiny.settings(tmp_path),
-        "train.steps=12",
-        "checkpoint.every=2",
-        "checkpoint.keep=2",
-        "evaluate.every=3",
-        "train.learning_rate=0.5",
-    ]
+    words = ["train.steps=12", "checkpoint.every=2", "checkpoint.keep=2", "evaluate.every=3", "train.learning_rate=0.5"]
     run = tmp_path / "runs" / "run"
     left = [run / "logs/rank-001.jsonl.7.unfinished", run / "plan.json.7.unfinished"]
     for path in left:
         path.mkdir(parents=True)  # a process was killed while it wrote
-    tiny.train(tmp_path, [*words, "run.name=run"])
+    tiny.run(tmp_path, words=words)
     assert not any(path.exists() for path in left)
-    evaluations = [r for r in read_records(run / "logs" / "rank-000.jsonl") if r["kind"] == "evaluation" and r["step"]]
-    best = min(evaluations, key=lambda r: r["loss"])["step"]
+    best = min(tiny.records(run, "evaluation")[1:], key=lambda r: r["loss"])["step"]
     kept = {f"step-{step:08d}" for step in (10, 12, best)}
     assert {path.name for path in (run / "checkpoints").iterdir()} == kept
-    told = [r for r in read_records(run / "logs" / "rank-000.jsonl") if r["kind"] == "checkpoint"]
+    told = tiny.records(run, "checkpoint")
     assert [r["step"] for r in told] == sorted({*range(2, 13, 2), best} | {r["step"] for r in told})
     assert all(r["path"].endswith(f"step-{r['step']:08d}") for r in told) and told[-1]["step"] == 12
     (run / "summary.json").unlink()  # killed when the last checkpoint was there, and an old one was, too
@@ -173,29 +144,19 @@ def test_checkpoints_kept_are_the_newest_and_the_best(tmp_path: Path) -> None:
 
 
 def test_a_quantised_base_trains_its_adapters(tmp_path: Path) -> None:
-    stored = tiny.stored_model(tmp_path, quantised=True)
-    words = [
-        *tiny.settings(tmp_path),
-        "train.steps=12",
-        "model.random_init=false",
-        f"model.path={stored}",
-        "run.name=q",
-        "train.learning_rate=1e-2",
-    ]
-    tiny.train(tmp_path, words)
-    steps = tiny.steps_of(tmp_path / "runs" / "q")
+    words = [f"model.path={tiny.stored_model(tmp_path, quantised=True)}", "model.random_init=false"]
+    steps = tiny.steps_of(tiny.run(tmp_path, "q", words, train__steps=12, train__learning_rate=1e-2))
     assert steps[-1]["loss"] < steps[0]["loss"]
-    full = tiny.train(tmp_path, [*words, "model.method=full", "run.name=f"], check=False)
+    full = tiny.train(tmp_path, [*tiny.settings(tmp_path), *words, "model.method=full"], check=False)
     assert full.returncode == 2 and "quantised; use model.method=lora" in full.stderr
 
 
 def test_a_reference_that_the_steps_ask_for_is_that_of_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And each row is asked for once: what two epochs learn is the same."""
-    words = [*tiny.settings(tmp_path), "train.epochs=2", "train.steps=null", "train.learning_rate=1e-2"]
-    tiny.train(tmp_path, [*words, "run.name=asked"])
+    changes = {"train.epochs": 2, "train.steps": "null", "train.learning_rate": 1e-2}
+    asked = tiny.steps_of(tiny.run(tmp_path, "asked", **changes))
     monkeypatch.setattr(scoring, "is_in_steps", lambda *_: False)
-    tiny.train(tmp_path, [*words, "run.name=before"])
-    asked, before = (tiny.steps_of(tmp_path / "runs" / name) for name in ("asked", "before"))
+    before = tiny.steps_of(tiny.run(tmp_path, "before", **changes))
     assert [step["loss"] for step in asked] == pytest.approx([step["loss"] for step in before], rel=1e-5)
     assert asked[-1]["loss"] < asked[0]["loss"]
 
@@ -216,9 +177,8 @@ def test_a_reference_of_another_family_is_the_same_where_each_step_asks_it(
         done = tiny.train(tmp_path, [*tiny.settings(tmp_path), *words, *streamed], check=family == "qwen2")
         if done.returncode:
             assert name == "asked" and done.returncode == 2 and "set data.shared_prompts=false" in done.stderr
-            streamed += ["data.shared_prompts=false", "run.name=whole"]
-            tiny.train(tmp_path, [*tiny.settings(tmp_path), *words, *streamed])
             name = "whole"
+            tiny.run(tmp_path, name, [*words, *streamed, "data.shared_prompts=false"])
         margins.append(tiny.steps_of(tmp_path / "runs" / name)[0]["reward_margin"])
     assert margins[1] == pytest.approx(margins[0], abs=1e-5) and abs(margins[0]) > 1e-3
 
@@ -257,13 +217,11 @@ def test_blocks_are_tried_with_the_model_as_it_was(tmp_path: Path, monkeypatch: 
 
 
 def test_a_run_continues_from_an_earlier_adapter(tmp_path: Path) -> None:
-    words = [*tiny.settings(tmp_path), "train.steps=4"]
-    tiny.train(tmp_path, [*words, "run.name=first", "train.loss=sft"])
-    first = tmp_path / "runs" / "first"
-    tiny.train(tmp_path, [*words, "run.name=second", f"model.adapter={first}"])
+    first = tiny.run(tmp_path, "first", train__steps=4, train__loss="sft")
+    second = tiny.run(tmp_path, "second", train__steps=4, model__adapter=first)
     # The reference is the policy as it starts, adapter included: nothing is preferred yet.
-    assert tiny.steps_of(tmp_path / "runs" / "second")[0]["loss"] == pytest.approx(np.log(2), rel=1e-5)
-    wrong = tiny.train(tmp_path, [*words, "run.name=third", f"model.adapter={first}", "model.rank=4"], check=False)
+    assert tiny.steps_of(second)[0]["loss"] == pytest.approx(np.log(2), rel=1e-5)
+    wrong = tiny.train(tmp_path, tiny.settings(tmp_path, model__adapter=first, model__rank=4), check=False)
     assert wrong.returncode == 2 and "model.rank=8" in wrong.stderr
 
 
@@ -298,21 +256,25 @@ def test_more_threads_than_cores_are_warned_of(
     assert (words is None and not said) or re.fullmatch(str(words), said)
 
 
-def test_a_gradient_that_is_nan_once_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = [*tiny.settings(tmp_path), "train.steps=6", "model.dropout=0.1"]
-    tiny.train(tmp_path, [*words, "run.name=plain"])
-    sums, calls = exchange.sum_gradients, iter(range(99))
+def poison(monkeypatch: pytest.MonkeyPatch, calls: Container[int]) -> None:
+    """Makes the gradients of these calls NaN."""
+    sums, numbers = exchange.sum_gradients, iter(range(99))
 
     def poisoned(world: Any, gradients: Any, *rest: Any) -> Any:
-        factor = float("nan") if next(calls) == 3 else 1.0
+        factor = float("nan") if next(numbers) in calls else 1.0
         return sums(world, tree_map(lambda g: g * factor, gradients), *rest)
 
     monkeypatch.setattr(exchange, "sum_gradients", poisoned)
-    result = tiny.train(tmp_path, [*words, "run.name=poisoned"])
-    said = "step 4: loss or gradient is not finite; computed once more"
-    log = list(read_records(tmp_path / "runs/poisoned/logs/rank-000.jsonl"))
-    assert said in result.stdout and [(r["step"], r["text"]) for r in log if r["kind"] == "warning"] == [(4, said)]
-    assert tiny.difference(tmp_path / "runs/plain", tmp_path / "runs/poisoned") == 0.0
+
+
+def test_a_gradient_that_is_nan_once_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tiny.run(tmp_path, "plain", train__steps=6, model__dropout=0.1)
+    poison(monkeypatch, [3])
+    words = tiny.settings(tmp_path, train__steps=6, model__dropout=0.1, run__name="poisoned")
+    said, poisoned = "step 4: loss or gradient is not finite; computed once more", plain.with_name("poisoned")
+    assert said in tiny.train(tmp_path, words).stdout
+    assert [(r["step"], r["text"]) for r in tiny.records(poisoned, "warning")] == [(4, said)]
+    assert difference(plain, poisoned) == 0.0
 
 
 @pytest.mark.parametrize("strategy", ["auto", "independent"])
@@ -323,17 +285,11 @@ def test_a_nan_that_stays_gets_into_no_checkpoint(
 
     The first evaluation comes after such an update, and its loss is the lowest so far.
     """
-    words = [*tiny.settings(tmp_path), "train.steps=8", "checkpoint.every=1", "evaluate.samples=0", "evaluate.every=4"]
+    words = tiny.settings(tmp_path, train__steps=8, checkpoint__every=1, evaluate__samples=0, evaluate__every=4)
     words.append(f"strategy={strategy}")
     tiny.train(tmp_path, [*words, "run.name=plain"])
-    sums, calls = exchange.sum_gradients, iter(range(99))
-
-    def poisoned(world: Any, gradients: Any, *rest: Any) -> Any:
-        factor = float("nan") if next(calls) >= 3 else 1.0
-        return sums(world, tree_map(lambda g: g * factor, gradients), *rest)
-
     with monkeypatch.context() as patch:
-        patch.setattr(exchange, "sum_gradients", poisoned)
+        poison(patch, range(3, 99))
         stopped = tiny.train(tmp_path, [*words, "run.name=run", "train.max_skipped_steps=3"], check=False)
     run = tmp_path / "runs/run"
     assert stopped.returncode == 1 and "3 updates in a row were not finite, the last at step 6" in stopped.stderr
@@ -352,25 +308,19 @@ def test_checkpoints_come_by_time_or_by_steps() -> None:
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
-    tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=3", "run.name=run"])
-    run = tmp_path / "runs/run"
+    run = tiny.run(tmp_path, train__steps=3)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     told = tiny.train(tmp_path, ["--resume", str(run)]).stdout
     assert "has made all of its 3 steps" in told and "reward accuracy" in told
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-
-
-def test_a_schedule_that_has_ended_says_that_further_steps_learn_nothing(tmp_path: Path) -> None:
-    tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=3", "run.name=run"])
-    output = tiny.train(tmp_path, ["--resume", str(tmp_path / "runs/run"), "train.steps=5"])
-    assert "these steps learn nothing" in output.stdout + output.stderr
+    longer = tiny.train(tmp_path, ["--resume", str(run), "train.steps=5"])
+    assert "these steps learn nothing" in longer.stdout, "the schedule has ended"
 
 
 @pytest.mark.parametrize("steps", [3, 9], ids=["after the schedule's end", "inside of it"])
 def test_other_steps_are_no_jump_of_the_learning_rate(tmp_path: Path, steps: int) -> None:
-    words = [*tiny.settings(tmp_path), f"train.steps={steps}", "checkpoint.every=1", "checkpoint.keep=99"]
-    tiny.train(tmp_path, [*words, "train.final_learning_rate=1e-4", "run.name=run"])
-    run = tmp_path / "runs/run"
+    words = ["checkpoint.every=1", "checkpoint.keep=99", "train.final_learning_rate=1e-4"]
+    run = tiny.run(tmp_path, words=words, train__steps=steps)
     for path in (run / "checkpoints").glob("step-*"):
         if int(path.name.removeprefix("step-")) > 3:  # as if it was stopped there
             shutil.rmtree(path)
@@ -400,12 +350,10 @@ def test_records_wait_for_room_on_the_disk_or_in_a_quota(tmp_path: Path, number:
 
 
 def test_evaluate_command_agrees_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=5", "run.name=run"])
-    run, out = tmp_path / "runs" / "run", tmp_path / "pairs.jsonl"
+    run, out = tiny.run(tmp_path, train__steps=5), tmp_path / "pairs.jsonl"
     assert evaluate.main(["--run", str(run), "--per-pair", str(out)]) == 0
-    summary = json.loads((run / "summary.json").read_text())
+    summary, lines = tiny.summary(run), tiny.read_jsonl(out)
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(lines) == 7
     # All are made of log-probabilities.
     limit = rounding.roundoff(48) * max(
@@ -429,12 +377,11 @@ def test_data_takes_the_place_of_what_a_run_held_out(tmp_path: Path) -> None:
 def test_per_pair_figures_equal_float64(tmp_path: Path) -> None:
     policy = tiny.stored_model(tmp_path / "policy")
     reference = tiny.stored_model(tmp_path / "reference", seed=12, tie_word_embeddings=True)
-    records = list(tiny.pairs(9, seed=3))
+    records = tiny.pairs(9, seed=3)
     data, out = tiny.write_jsonl(tmp_path / "data.jsonl", records), tmp_path / "out.jsonl"
     words = ["--model", str(policy), "--reference", str(reference), "--data", str(data), "--per-pair", str(out)]
     assert evaluate.main([*words, "evaluate.batch_size=4", "train.beta=0.3"]) == 0
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    expected = []
+    lines, expected = tiny.read_jsonl(out), []
     for record in records:
         row = {}
         for name, path in (("policy", policy), ("reference", reference)):
@@ -449,10 +396,8 @@ def test_per_pair_figures_equal_float64(tmp_path: Path) -> None:
         row["reward_rejected"] = 0.3 * (row["policy_rejected_logp"] - row["reference_rejected_logp"])
         row["loss"] = float(np.log1p(np.exp(-(row["reward_chosen"] - row["reward_rejected"]))))
         expected.append(row)
-    assert len(lines) == len(expected)
-    largest = max(
-        abs(value) for row in expected for value in row.values()
-    )  # a log-probability: what the others are made of
+    # The largest is a log-probability: what the others are made of.
+    largest = max(abs(value) for row in expected for value in row.values())
     limit = rounding.roundoff(tiny.WIDTH) * largest
     for line, row in zip(lines, expected, strict=True):
         assert line == pytest.approx(row, rel=0, abs=limit)
@@ -462,16 +407,14 @@ def test_per_pair_figures_equal_float64(tmp_path: Path) -> None:
 
 
 def test_a_run_folder_has_one_owner_and_is_never_overwritten(tmp_path: Path) -> None:
-    words = [*tiny.settings(tmp_path), "train.steps=2", "run.name=run"]
-    tiny.train(tmp_path, words)
-    before = weights(tmp_path / "runs" / "run")
-    assert_one_clear_line(tiny.train(tmp_path, words, check=False), "already holds a run", "--resume")
-    with (tmp_path / "runs" / "run" / ".lock").open("a") as lock:
+    run = tiny.run(tmp_path, train__steps=2)
+    before = weights(run)
+    again = tiny.train(tmp_path, tiny.settings(tmp_path, run__name="run"), check=False)
+    assert_one_clear_line(again, "already holds a run", "--resume")
+    with (run / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert_one_clear_line(
-            tiny.train(tmp_path, ["--resume", str(tmp_path / "runs/run"), "train.steps=4"], check=False), "in use"
-        )
-    assert all(np.array_equal(before[name], array) for name, array in weights(tmp_path / "runs" / "run").items())
+        assert_one_clear_line(tiny.train(tmp_path, ["--resume", str(run), "train.steps=4"], check=False), "in use")
+    assert all(np.array_equal(before[name], array) for name, array in weights(run).items())
 
 
 def test_a_new_run_takes_what_a_killed_one_left_and_no_other_folder(tmp_path: Path) -> None:
@@ -493,9 +436,9 @@ def test_a_checkpoint_takes_the_place_of_another_one_of_its_step(tmp_path: Path)
 
 
 def test_changed_data_is_not_resumed(tmp_path: Path) -> None:
-    tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=2", "run.name=run"])
-    tiny.write_jsonl(tmp_path / "train.jsonl", list(tiny.pairs(21, seed=5)))
-    result = tiny.train(tmp_path, ["--resume", str(tmp_path / "runs" / "run"), "train.steps=4"], check=False)
+    run = tiny.run(tmp_path, train__steps=2)
+    tiny.write_jsonl(tmp_path / "train.jsonl", tiny.pairs(21, seed=5))
+    result = tiny.train(tmp_path, ["--resume", str(run), "train.steps=4"], check=False)
     assert_one_clear_line(result, "no longer what this run was trained on")
 
 
@@ -525,15 +468,8 @@ def test_a_disk_that_fills_up_loses_no_checkpoint(tmp_path: Path) -> None:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("mounting a small disk needs root")
     try:
-        words = [
-            *tiny.settings(tmp_path),
-            f"run.dir={disk}",
-            "run.name=run",
-            "checkpoint.every=1",
-            "checkpoint.keep=99",
-            "train.steps=50",
-        ]
-        result = tiny.train(tmp_path, words, check=False)
+        often = {"checkpoint.every": 1, "checkpoint.keep": 99, "train.steps": 50}
+        result = tiny.train(tmp_path, tiny.settings(tmp_path, **often, run__dir=disk, run__name="run"), check=False)
         assert_one_clear_line(result, "checkpoint of step 50", "earlier ones are whole")  # no other is worth a run
         warnings = [line for line in (result.stdout + result.stderr).splitlines() if "training goes on" in line]
         assert warnings and len(set(warnings)) == len(warnings), "each is said once"

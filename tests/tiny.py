@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import gzip
 import io
 import json
 import random
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 
 from lib.system.records import read_records
 
@@ -82,8 +86,19 @@ def stored_model(folder: Path, quantised: bool = False, seed: int = 11, **shape:
 
 
 def write_jsonl(path: Path, records: list[Any]) -> Path:
-    path.write_text("".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records))
+    """Lines of JSON; texts and bytes stay as they are. A path that ends in .gz is compressed, .parquet is a table."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path, row_group_size=7)
+        return path
+    texts = (record if isinstance(record, str | bytes) else json.dumps(record) for record in records)
+    content = b"".join((text.encode() if isinstance(text, str) else text) + b"\n" for text in texts)
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path
+
+
+def read_jsonl(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def pairs(count: int, seed: int = 0, vocab_size: int = 48, longest: int = 12) -> list[dict[str, list[int]]]:
@@ -99,8 +114,8 @@ def pairs(count: int, seed: int = 0, vocab_size: int = 48, longest: int = 12) ->
 def settings(folder: Path, rows: int = 21, **changes: Any) -> list[str]:
     """key=value words of a run that takes a second: a tiny model, ragged tokenised pairs."""
     model_folder(folder / "model")
-    write_jsonl(folder / "train.jsonl", list(pairs(rows)))
-    write_jsonl(folder / "valid.jsonl", list(pairs(7, seed=1)))
+    write_jsonl(folder / "train.jsonl", pairs(rows))
+    write_jsonl(folder / "valid.jsonl", pairs(7, seed=1))
     values = {
         "model.path": folder / "model",
         "model.random_init": "true",
@@ -196,8 +211,24 @@ def _train_here(words: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
 
 
+def run(folder: Path, name: str = "run", words: Sequence[str] = (), **changes: Any) -> Path:
+    """A finished run of `settings` with these changes, then these words."""
+    train(folder, [*settings(folder, **changes), *words, f"run.name={name}"])
+    return folder / "runs" / name
+
+
+def summary(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return found
+
+
+def records(run: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
+    """What a rank's log has of a kind."""
+    return [record for record in read_records(run / "logs" / f"rank-{rank:03d}.jsonl") if record["kind"] == kind]
+
+
 def steps_of(run: Path, rank: int = 0) -> list[dict[str, Any]]:
-    return [record for record in read_records(run / "logs" / f"rank-{rank:03d}.jsonl") if record["kind"] == "step"]
+    return records(run, "step", rank)
 
 
 def weights(run: Path) -> dict[str, np.ndarray]:
