@@ -15,11 +15,10 @@ from mlx_lm.utils import load_adapters, load_model
 
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped
-from lib.system.records import read_records
 from lib.training import checkpoint, local_sgd, step
 from tests import rounding, tiny
 from tests.ranks import settings, train
-from tests.tiny import difference, rows_of_epochs, steps_of, weights
+from tests.tiny import difference, merges_of, records, rows_of_epochs, steps_of, weights
 
 pytestmark = pytest.mark.mpi(min_size=2)
 two = pytest.mark.mpi(min_size=2, max_size=2)  # what a third rank changes is seen without it
@@ -27,17 +26,11 @@ two = pytest.mark.mpi(min_size=2, max_size=2)  # what a third rank changes is se
 SHARES = {2: "plan.shares=[5,3]", 3: "plan.shares=[4,3,1]"}
 
 
-def merges_of(run: Path, rank: int = 0) -> list[dict[str, Any]]:
-    return [r for r in read_records(run / "logs" / f"rank-{rank:03d}.jsonl") if r["kind"] == "merge"]
-
-
 def cut_after(step: int, run: Path, copy: Path, world: World) -> None:
     """Copies a run without the checkpoints of later steps."""
     if world.rank == 0:
         shutil.copytree(run, copy)
-        for path in (copy / "checkpoints").glob("step-*"):
-            if int(path.name.removeprefix("step-")) > step:
-                shutil.rmtree(path)
+        tiny.undo(copy, step)
     world.gather_text("cut")
 
 
@@ -98,9 +91,9 @@ def test_each_merge_of_one_round_is_what_it_says(world: World, folder: Path, sha
         np.testing.assert_allclose(weights(runs["mean"])[name], array, rtol=1e-4, atol=1e-6)
     errors = {name: merges_of(run)[0]["error"] for name, run in runs.items()}
     assert errors["none"] is None and errors["stack"] < 1e-6 and 0 < errors["svd"] < errors["average"]
-    summary = json.loads((runs["none"] / "summary.json").read_text())
-    assert len(summary["ranks"]) == world.size and summary["loss"] == summary["ranks"][0]["loss"]
-    assert len({each["loss"] for each in summary["ranks"]}) == world.size
+    found = tiny.summary(runs["none"])
+    assert len(found["ranks"]) == world.size and found["loss"] == found["ranks"][0]["loss"]
+    assert len({each["loss"] for each in found["ranks"]}) == world.size
 
 
 @pytest.mark.parametrize(
@@ -122,9 +115,9 @@ def test_ranks_leave_a_round_with_the_same_weights(
     words = [*settings(world, folder), "strategy=independent", shares, f"independent.merge={merge}"]
     words += [f"model.method={method}", f"sync.compression={compression}", "sync.topk_fraction=0.2"]
     run = train(world, folder, [*words, "independent.pairs_per_round=16", "train.steps=4"], "run")
-    held_out = [r for r in read_records(run / "logs" / f"rank-{world.rank:03d}.jsonl") if r["kind"] == "evaluation"]
-    told = json.dumps([held_out[-1]["loss"], [r["error"] for r in merges_of(run, world.rank)]])
-    assert world.gather_text(told) == [told] * world.size
+    held_out = records(run, "evaluation", world.rank)
+    told = [held_out[-1]["loss"], [r["error"] for r in merges_of(run, world.rank)]]
+    assert world.gather_values(told) == [told] * world.size
     record = merges_of(run)[0]
     size = sum(array.nbytes for array in weights(run).values())
     fractions = {"none": (1, 1), "bf16": (0.5, 0.5), "int8": (0.25, 0.36), "topk": (0.4, 0.5)}
@@ -207,7 +200,7 @@ def test_a_run_goes_on_alone_from_a_rounds_end_and_back_on_all_ranks(
         assert momenta[0] and all((momenta[0][name] == np.array(array)).all() for name, array in stored.items())
         told = capsys.readouterr().out
         assert "inside a round" in told and f"{world.size} ranks instead of 1" in told and "after step 4 of 6" in told
-        assert json.loads((run / "summary.json").read_text())["world_size"] == 1
+        assert tiny.summary(run)["world_size"] == 1
     world.gather_text("moved")
     train(world, folder, [*words, shares, "train.epochs=3"], "run", resume=True)
     assert rows_of_epochs(run) == {epoch: list(range(24)) for epoch in range(3)}
@@ -229,10 +222,7 @@ def test_a_run_that_goes_on_inside_a_round_has_the_bits_of_one_that_never_stoppe
         steps = [[(r["step"], r["loss"], r["rows"]) for r in steps_of(one, rank)] for one in (whole, cut)]
         assert steps[0] == steps[1]
     assert [r["step"] for r in merges_of(whole)] == [r["step"] for r in merges_of(cut)]
-    evaluated = [
-        {r["step"] for r in read_records(run / "logs/rank-000.jsonl") if r["kind"] == "evaluation"}
-        for run in (whole, cut)
-    ]
+    evaluated = [{r["step"] for r in records(run, "evaluation")} for run in (whole, cut)]
     assert evaluated[0] == evaluated[1] and len(evaluated[0]) > 2, "they count from the last merge"
 
 
@@ -293,7 +283,7 @@ def test_compressed_gradients_of_synchronous_ranks(world: World, folder: Path, s
         run = train(world, folder, [*words, f"sync.compression={kind}"], kind)
         sent[kind] = [r["bytes_sent"] for r in steps_of(run)]
         losses = [r["loss"] for r in steps_of(run)]
-        assert world.gather_text(json.dumps(losses)) == [json.dumps(losses)] * world.size
+        assert world.gather_values(losses) == [losses] * world.size
         if kind != "topk":
             plain = weights(folder / "runs" / "none")
             moved = {name: np.linalg.norm(array) for name, array in plain.items()}
@@ -340,5 +330,4 @@ def test_weights_that_drifted_apart_are_replaced_and_that_is_recorded(
 
     monkeypatch.setattr(checkpoint, "share_weights", drifted)
     run = train(world, folder, [*settings(world, folder), "checkpoint.every=2", "strategy=synchronous"], "run")
-    texts = [r["text"] for r in read_records(run / "logs/rank-000.jsonl") if r["kind"] == "warning"]
-    assert any("rank 1 had other weights than rank 0" in text for text in texts)
+    assert any("rank 1 had other weights than rank 0" in r["text"] for r in records(run, "warning"))

@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.system.records import read_records
 from lib.training import checkpoint
 from lib.training.checkpoint import Progress, checkpoints_in, find, step_of
 from tests import tiny
 from tests.ranks import train
+from tests.tiny import records, summary
 
 STEPS, EVERY, PATIENCE = 16, 2, 2
 WORDS = [f"train.steps={STEPS}", f"evaluate.every={EVERY}", "train.learning_rate=0.03", "train.schedule=constant"]
-
-
 EARLY = f"train.patience={PATIENCE}"
-
-
-def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [record for record in read_records(run / "logs" / "rank-000.jsonl") if record["kind"] == kind]
 
 
 def losses(run: Path) -> dict[int, float]:
     """Held-out loss by step, without that before the first step."""
     return {record["step"]: record["loss"] for record in records(run, "evaluation") if record["step"]}
-
-
-def summary(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
-    return found
 
 
 def stop_of(of_steps: dict[int, float], patience: int) -> int:
@@ -52,24 +39,14 @@ def stop_of(of_steps: dict[int, float], patience: int) -> int:
 
 
 def same(one: Path, other: Path) -> bool:
-    a, b = tiny.weights(one), tiny.weights(other)
-    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def swapped(row: dict[str, Any]) -> dict[str, Any]:
-    """A pair whose answers have changed places."""
-    return row | {"chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]}
+    return tiny.bits(one) == tiny.bits(other)
 
 
 def written(folder: Path) -> list[str]:
     """tiny.settings, whose held-out loss falls and rises again: of three pairs two are learnt, the third is swapped."""
-    words = tiny.settings(folder)
-    learnt = rows_of(folder / "train.jsonl")
-    tiny.write_jsonl(folder / "valid.jsonl", [*learnt, *learnt, *map(swapped, learnt)])
+    words, learnt = tiny.settings(folder), tiny.pairs(21)
+    swapped = [row | {"chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]} for row in learnt]
+    tiny.write_jsonl(folder / "valid.jsonl", [*learnt, *learnt, *swapped])
     return words
 
 
@@ -113,9 +90,7 @@ def test_a_resume_keeps_the_count_and_more_patience_goes_on(folder: Path, tmp_pa
     stop = summary(early)["steps"]
     again = tmp_path / "early"
     shutil.copytree(early, again)
-    for path in checkpoints_in(again / "checkpoints"):  # as if the process had been killed between two evaluations
-        if step_of(path) >= stop - 1:
-            shutil.rmtree(path)
+    tiny.undo(again, stop - 2)  # as if the process had been killed between two evaluations
     tiny.train(tmp_path, ["--resume", str(again)])
     assert summary(again)["steps"] == stop and same(early, again)
     over = tiny.train(tmp_path, ["--resume", str(again)])
@@ -193,13 +168,11 @@ def test_ranks_end_together_with_the_best(words: list[str], world: World, tmp_pa
     told = summary(run)["checkpoint"]
     assert (told["which"], told["held_out_loss"]) == ("best", min(found.values()))
     assert same(run, find(run, "best")) and step_of(find(run, "best")) == told["step"]
-    own = list(read_records(run / "logs" / f"rank-{world.rank:03d}.jsonl"))
-    assert [record["final_step"] for record in own if record["kind"] == "end"] == [told["step"]]
+    assert [record["final_step"] for record in records(run, "end", world.rank)] == [told["step"]]
 
 
 def test_a_run_without_held_out_data_holds_the_last_weights(tmp_path: Path) -> None:
-    tiny.train(tmp_path, [*tiny.settings(tmp_path), "data.valid=null", "train.steps=2", "run.name=run"])
-    run = tmp_path / "runs" / "run"
+    run = tiny.run(tmp_path, data__valid="null", train__steps=2)
     assert summary(run)["checkpoint"] == {"which": "last", "step": 2, "held_out_loss": None}
     with pytest.raises(UserError, match="has no evaluation"):
         find(run, "best")

@@ -88,7 +88,7 @@ def test_ranks_train_to_the_weights_of_one(world: World, folder: Path, case: str
             assert steps_of(run, world.rank)[-1]["rows"] == steps_of(run)[-1]["rows"]
         else:
             assert rows_of_epochs(run) == rows_of_epochs(alone.run), "an example was lost or repeated"
-        before, after = (json.loads((one / "summary.json").read_text()) for one in (alone.run, run))
+        before, after = map(tiny.summary, (alone.run, run))
         assert (after["world_size"], after["pairs"]) == (world.size, before["pairs"])
         assert f"strategy={after['strategy']}" == own[0]
 

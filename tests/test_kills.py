@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 
 from lib.system import mpi_and_blas
-from lib.system.records import read_records
 from tests import tiny
 from tests.tiny import ROOT
 
 
 def steps_in(run: Path) -> int:
-    log = run / "logs/rank-000.jsonl"
-    return sum(record["kind"] == "step" for record in read_records(log)) if log.exists() else 0
+    return len(tiny.steps_of(run)) if (run / "logs/rank-000.jsonl").exists() else 0
 
 
 def play(folder: Path, words: list[str], kills: int, seed: int, prefix: list[str]) -> int:
@@ -65,10 +63,7 @@ def test_killed_anywhere_and_resumed_is_bit_identical(tmp_path: Path, words: lis
     assert [(r["step"], r["loss"], r["rows"]) for r in tiny.steps_of(killed)] == [
         (r["step"], r["loss"], r["rows"]) for r in tiny.steps_of(whole)
     ]
-    evaluated = [
-        [(r["step"], r["loss"]) for r in read_records(run / "logs/rank-000.jsonl") if r["kind"] == "evaluation"]
-        for run in (whole, killed)
-    ]
+    evaluated = [[(r["step"], r["loss"]) for r in tiny.records(run, "evaluation")] for run in (whole, killed)]
     assert evaluated[0] == evaluated[1]
 
 

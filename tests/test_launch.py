@@ -145,10 +145,8 @@ def test_a_killed_rank_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> Non
     done = launch("--hosts", "localhost:2", "--no-preflight", "--max-restarts", "1", "--", str(killer), *settings)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "launch: died: rank 1 on localhost was ended by SIGKILL" in done.stderr, done.stderr[-3000:]
-    rows = [json.loads(line) for line in (run / "logs" / "rank-000.jsonl").read_text().splitlines()]
-    steps = [row["step"] for row in rows if row["kind"] == "step"]
-    assert steps == list(range(1, 31)), "each step, and so each row, exactly once"
-    starts = [row for row in rows if row["kind"] == "start"]
+    assert [row["step"] for row in tiny.steps_of(run)] == list(range(1, 31)), "each step, and so each row, exactly once"
+    starts = tiny.records(run, "start")
     assert len(starts) == 2 and starts[1]["time"] > starts[0]["time"]
 
 

@@ -113,12 +113,11 @@ def test_every_row_has_the_learning_rate_of_its_synchronous_step(
 
 def test_one_rank_apart_is_one_rank(tmp_path: Path) -> None:
     """Alone there is nothing to wait for and nothing to merge: the same bits, but for the order within a batch."""
-    words = [*tiny.settings(tmp_path), "train.steps=8", "independent.pairs_per_round=20"]
-    tiny.train(tmp_path, [*words, "run.name=plain"])
-    tiny.train(tmp_path, [*words, "run.name=apart", "strategy=independent"])
-    plain, apart = (steps_of(tmp_path / "runs" / name) for name in ("plain", "apart"))
-    rounding.assert_equal_runs(tmp_path / "runs" / "plain", [tmp_path / "runs" / "apart"], ["loss"])
-    for one, other in zip(plain, apart, strict=True):
+    words = ["train.steps=8", "independent.pairs_per_round=20"]
+    plain = tiny.run(tmp_path, "plain", words)
+    apart = tiny.run(tmp_path, "apart", [*words, "strategy=independent"])
+    rounding.assert_equal_runs(plain, [apart], ["loss"])
+    for one, other in zip(steps_of(plain), steps_of(apart), strict=True):
         assert sorted(one["rows"]) == sorted(other["rows"]) and one["learning_rate"] == other["learning_rate"]
 
 

@@ -25,18 +25,13 @@ from lib.training.step import Step
 from tests import tiny
 from tests.ranks import settings, train
 from tests.test_step import build
+from tests.tiny import records
 
 RUN: dict[str, Any] = {"rows": 40, "train__steps": 5, "train__global_batch_size": 16, "checkpoint__every": 2}
 
 
-def records(run: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
-    lines = (run / "logs" / f"rank-{rank:03d}.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
-
-
-def weights(run: Path, folder: str = "") -> np.ndarray:
-    arrays: Any = mx.load(str(run / folder / "adapters.safetensors"))
-    return np.concatenate([np.array(arrays[name]).ravel() for name in sorted(arrays)])
+def weights(run: Path) -> np.ndarray:
+    return np.concatenate([array.ravel() for _, array in sorted(tiny.weights(run).items())])
 
 
 # ---- What is told

@@ -17,26 +17,14 @@ from lib.report.history import RunHistory, figures
 from lib.system.records import PerformanceTracker, Tail, read_records, rewind
 from tests import tiny
 from tests.tiny import ROOT
-
-
-def write(path: Path, records: list[dict[str, Any]], mode: str = "a") -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open(mode) as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+from tests.tiny import write_jsonl as write
 
 
 def step(number: int, rank: int = 0, host: str = "a", **values: Any) -> dict[str, Any]:
     times = {"step_seconds": 0.5, "compute_seconds": 0.4, "sync_seconds": 0.1, "wait_seconds": 0.0}
     known = {"kind": "step", "rank": rank, "host": host, "step": number, "time": 1000.0 + number, "loss": 1 / number}
-    return {
-        **known,
-        "pairs": 8,
-        "tokens": 80,
-        "learning_rate": 1e-4,
-        "peak_memory_bytes": 100 + number,
-        **times,
-        **values,
-    }
+    figures = {"pairs": 8, "tokens": 80, "learning_rate": 1e-4, "peak_memory_bytes": 100 + number}
+    return {**known, **figures, **times, **values}
 
 
 def read_all(folder: Path) -> RunHistory:
@@ -139,12 +127,11 @@ def test_efficiency_counts_merges_and_waits_at_the_ends_of_rounds(tmp_path: Path
 
 def test_one_machine_shows_no_efficiency(tmp_path: Path) -> None:
     plan = {"strategy": "synchronous", "calibrated": True, "ranks": [{"host": "a"}], "solo_sum_pairs_per_second": 16.0}
-    write(tmp_path / "logs/rank-000.jsonl", [{"kind": "start", "time": 1000.0, "rank": 0, "host": "a", "plan": plan}])
-    write(tmp_path / "logs/rank-000.jsonl", [step(n) for n in range(1, 9)])
+    start = {"kind": "start", "time": 1000.0, "rank": 0, "host": "a", "plan": plan}
+    write(tmp_path / "logs/rank-000.jsonl", [start, *(step(n) for n in range(1, 9))])
     now = figures(read_all(tmp_path), 1009.0)
-    assert now.summary["efficiency"] is None and "efficiency" not in dict(
-        dashboard_page.card_texts(read_all(tmp_path), now)
-    )
+    assert now.summary["efficiency"] is None
+    assert "efficiency" not in dict(dashboard_page.card_texts(read_all(tmp_path), now))
 
 
 def test_the_time_between_a_stop_and_a_resume_is_none_of_the_runs(tmp_path: Path) -> None:
@@ -158,24 +145,13 @@ def test_the_time_between_a_stop_and_a_resume_is_none_of_the_runs(tmp_path: Path
 
 
 def test_exact_match_stands_beside_the_held_out_loss(tmp_path: Path) -> None:
-    evaluations = [
-        {
-            "kind": "evaluation",
-            "rank": 0,
-            "host": "a",
-            "time": 1000.0 + at,
-            "step": at,
-            "loss": loss,
-            "exact_match": exact,
-        }
-        for at, loss, exact in ((0, 0.69, 0.97), (120, 0.5, 0.82))
-    ]
-    write(tmp_path / "logs/rank-000.jsonl", evaluations)
+    common = {"kind": "evaluation", "rank": 0, "host": "a"}
+    before = {"time": 1000.0, "step": 0, "loss": 0.69, "exact_match": 0.97}
+    after = {"time": 1120.0, "step": 120, "loss": 0.5, "exact_match": 0.82}
+    write(tmp_path / "logs/rank-000.jsonl", [common | before, common | after])
     panels = charts.learning([read_all(tmp_path)])
-    assert [panel.title for panel in panels] == ["Loss", "Exact match"] and panels[1].figure["data"][0]["y"] == [
-        0.97,
-        0.82,
-    ]
+    assert [panel.title for panel in panels] == ["Loss", "Exact match"]
+    assert panels[1].figure["data"][0]["y"] == [0.97, 0.82]
     run_report.write(tmp_path)
     assert "<td>exact match</td><td>97.0 %</td><td>82.0 %</td>" in (tmp_path / "report.html").read_text()
 
@@ -184,7 +160,7 @@ def test_exact_match_stands_beside_the_held_out_loss(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_a_run_and_answers_those_alone_who_have_its_token(tmp_path: Path) -> None:
-    tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=4", "evaluate.every=2", "run.name=run"])
+    run = tiny.run(tmp_path, train__steps=4, evaluate__every=2)
     watcher = dashboard_page.Watcher(tmp_path / "runs")
     app = dashboard_page.make_app(watcher, "secret")
     visitor = app.server.test_client()
@@ -198,7 +174,7 @@ def test_the_page_shows_a_run_and_answers_those_alone_who_have_its_token(tmp_pat
     text, drawn = str(update["now"]), str(update["charts"])
     assert "4 / 4" in text and "tokens/s" in text and "finished" in str(update["state"])
     assert "Reward accuracy" in drawn and "held out" in drawn and "What happened when" in drawn
-    runs = [read_all(tmp_path / "runs/run")] * 2
+    runs = [read_all(run)] * 2
     table = str(dashboard_page.headline(runs, [figures(run, 1e10) for run in runs]))
     assert "Runs compared" in table and table.count("synchronous") == 3
     assert dashboard_page.update(watcher, [], update["seen"])["charts"] is dash.no_update, "nothing new was read"
@@ -216,14 +192,11 @@ def test_the_empty_state_is_one_sentence(tmp_path: Path) -> None:
 def test_a_run_leaves_one_page_that_needs_no_other_and_a_model_card(tmp_path: Path) -> None:
     from huggingface_hub import ModelCard
 
-    words = [*tiny.settings(tmp_path, run__pages="true"), "train.steps=6", "evaluate.every=3", "run.name=page"]
-    words.append("cost.watts=100")
-    tiny.train(tmp_path, words)
-    run = tmp_path / "runs" / "page"
+    run = tiny.run(tmp_path, run__pages="true", train__steps=6, evaluate__every=3, cost__watts=100)
     text = (run / "report.html").read_text()
     assert not re.search(r"""(src|href)\s*=\s*["'](?!#|data:)|url\((?!#)|@import""", text), "nothing is fetched"
     assert text.count("<img") == 7 and (run / "curves.png").stat().st_size > 10_000
-    evaluations = [r for r in read_records(run / "logs" / "rank-000.jsonl") if r["kind"] == "evaluation"]
+    evaluations = tiny.records(run, "evaluation")
     best = min(evaluations[1:], key=lambda record: record["loss"])  # whose weights the folder holds
     for evaluation in (evaluations[0], best):
         assert f"<td>{evaluation['loss']:.4f}</td>" in text
@@ -294,12 +267,10 @@ def test_samples_are_of_distinct_prompts(tmp_path: Path) -> None:
 
 
 def test_tensorboard_has_the_figures_of_the_logs_and_may_be_asked_for_on_resume(tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "run"
-    words = [*tiny.settings(tmp_path), "run.name=run", "evaluate.samples=0", "evaluate.every=2", "train.steps=4"]
-    tiny.train(tmp_path, [*words, "run.sinks=[tensorboard]"])
+    words = ["evaluate.samples=0", "evaluate.every=2", "train.steps=4", "run.sinks=[tensorboard]"]
+    run = tiny.run(tmp_path, words=words)
     assert {tag for _, tag in logged(run)} >= {"train/loss", "train/learning_rate", "held_out/loss"}
     assert scalars(events(run)).items() >= {key: pytest.approx(value) for key, value in logged(run).items()}.items()
-
     before = events(run)
     tiny.train(tmp_path, ["--resume", str(run), "train.steps=6", "run.sinks=[]"])
     assert events(run) == before
@@ -345,6 +316,6 @@ def test_a_failing_sink_is_told_once_and_ends_nothing(
     result = tiny.train(tmp_path, [*words, "run.sinks=[trackio,tensorboard]"])
     assert result.stdout.count("warning: run.sinks: trackio") == 1 and "no route to host" in result.stdout
     assert [record["step"] for record in tiny.steps_of(run)] == [1, 2, 3, 4]
-    (warning,) = [r for r in read_records(run / "logs/rank-000.jsonl") if r["kind"] == "warning"]
+    (warning,) = tiny.records(run, "warning")
     assert warning["step"] == {"opening": 0, "writing": 2, "closing": 4}[breaks] and "trackio" in warning["text"]
     assert (4, "train/loss") in scalars(events(run)), "the other sink has all"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,21 +30,16 @@ from lib.plan.replan import Schedule
 from lib.system import hardware, model_folder
 from lib.system.hardware import Machine
 from lib.system.network import host_name
-from lib.system.records import read_records
 from lib.training.run_facts import plan_run
 from tests import rounding, tiny
 from tests.planning import calibrated
 from tests.ranks import settings, train
 from tests.test_shard import HEADS
-from tests.tiny import rows_of_epochs
+from tests.tiny import merges_of, rows_of_epochs
 
 GB = 10**9
 two = pytest.mark.mpi(min_size=2, max_size=2)
 mpi = pytest.mark.mpi(min_size=2)
-
-
-def merges_of(run: Path, rank: int = 0) -> list[Any]:
-    return [one for one in read_records(run / "logs" / f"rank-{rank:03d}.jsonl") if one["kind"] == "merge"]
 
 
 @mpi
@@ -70,7 +63,7 @@ def test_auto_is_independent_on_ranks_of_one_host(
     run = train(world, folder, words, "run")
     plan = json.loads((run / "plan.json").read_text())
     assert plan["strategy"] == "independent" and "one machine's result" in plan["reason"]
-    summary = json.loads((run / "summary.json").read_text())
+    summary = tiny.summary(run)
     assert summary["strategy"] == "independent" and summary["steps"] == steps
     each = [merges_of(run, rank) for rank in range(world.size)]
     assert len(each[0]) >= min(strategy.LEAST_MERGES, steps)
@@ -111,7 +104,7 @@ def test_auto_trains_in_parts_where_a_limit_is_written_down(
     plans = [json.loads((one / "plan.json").read_text()) for one in (whole, run)]
     assert [plan["strategy"] for plan in plans] == ["synchronous", "sharded"]
     assert [sum(part["kv_heads"] for part in plan["parts"]) for plan in plans] == [0, 4]
-    assert json.loads((run / "summary.json").read_text())["strategy"] == "sharded"
+    assert tiny.summary(run)["strategy"] == "sharded"
     assert tiny.difference(whole, run) <= rounding.trained_alone(world, words).limit
 
 
@@ -133,7 +126,7 @@ def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
     monkeypatch.setattr(Schedule, "observe", invented)
 
     alone, run = rounding.trained_alone(world, words), train(world, folder, words, "planned-again")
-    plans = [record for record in read_records(run / "logs" / "rank-001.jsonl") if record["kind"] == "plan"]
+    plans = tiny.records(run, "plan", rank=1)
     assert [record["shares_before"] for record in plans] == [[4, 4]]
     first, shares = plans[0]["first_step"], plans[0]["shares"]
     assert plans[0]["step"] + 3 == first <= 12 and sum(shares) == 8 and shares[0] >= 8 - 2 * (world.size - 1)
@@ -142,16 +135,14 @@ def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
             assert record["pairs"] == (plans[0]["shares_before"] if record["step"] < first else shares)[0]
     assert all(rows == list(range(21)) for rows in list(tiny.rows_of_epochs(run).values())[:5])
     assert tiny.difference(alone.run, run) <= alone.limit
-    before = {name: array.tobytes() for name, array in tiny.weights(run).items()}
+    before = tiny.bits(run)
     for step in (first - 1, plans[0]["step"]):  # the change is near, or has only just been decided
         world.gather_text("before the checkpoints after a step are taken away")
         if world.rank == 0:
-            for path in (run / "checkpoints").iterdir():
-                if int(path.name.removeprefix("step-")) > step:
-                    shutil.rmtree(path)
+            tiny.undo(run, step)
         world.gather_text("taken away")
         train(world, folder, words, "planned-again", resume=True)
-        assert {name: array.tobytes() for name, array in tiny.weights(run).items()} == before, step
+        assert tiny.bits(run) == before, step
         world.gather_text("compared")
 
 
@@ -174,8 +165,8 @@ def test_two_hosts_plan_the_same_where_one_was_never_calibrated(
         return plan_run(config, world, hosts, data, resumed)
 
     first = planned(["fast", "new"])
-    texts = world.gather_text(json.dumps(first.to_dict()))
-    assert texts[0] == texts[1] and first.shares == [12, 4]
+    world.require_equal("plan", json.dumps(first.to_dict()))
+    assert first.shares == [12, 4]
     assert any("no calibration of new" in warning for warning in first.warnings)
     assert read_calibration(path).machine.host == "fast"
     # A restart divides the work by what was measured then.

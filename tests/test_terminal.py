@@ -18,6 +18,7 @@ from rich.cells import cell_len
 from lib.report.console import ProgressLine, RunConsole
 from lib.system import records, terminal
 from lib.system.records import PerformanceTracker, read_records
+from tests.tiny import records as records_of
 from tests.tiny import settings, train
 
 CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -94,7 +95,7 @@ def test_a_file_gets_plain_lines_and_the_log_the_warnings(monkeypatch: pytest.Mo
     warning = "train.global_batch_size is 8, but train.learning_rate=0.001 was chosen for 16"
     (said,) = [line for line in lines if line.startswith("warning: ")]
     assert warning in said and len(said) > 120, "one line, whole, for grep"
-    (record,) = [r for r in read_records(tmp_path / "runs/plain/logs/rank-000.jsonl") if r["kind"] == "warning"]
+    (record,) = records_of(tmp_path / "runs/plain", "warning")
     assert f"warning: {record['text']}" == said and record["step"] == 0 and record["rank"] == 0
     summary = json.loads(lines[-1])
     (rank,) = summary["ranks"]

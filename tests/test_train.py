@@ -33,7 +33,7 @@ from lib.system.records import PerformanceTracker, read_records
 from lib.training import checkpoint, inputs, run_facts, trial
 from lib.training import reference_model as scoring
 from tests import float64, rounding, tiny
-from tests.tiny import ROOT, difference, weights
+from tests.tiny import ROOT, difference
 
 
 def test_mpirun_with_unequal_shares_ends_with_the_same_weights(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_compiled_step_equals_a_plain_one_and_resumes_to_the_same_bits(tmp_pat
         tiny.run(tmp_path, name, train__steps=6, checkpoint__every=3, train__compile=name != "plain")
         for name in ("plain", "compiled", "resumed")
     )
-    shutil.rmtree(resumed / "checkpoints/step-00000006")
+    tiny.undo(resumed, 3)
     (resumed / "adapters.safetensors").unlink()
     tiny.train(tmp_path, ["--resume", str(resumed)])
     assert difference(plain, compiled) <= rounding.limit_of(plain)
@@ -106,7 +106,7 @@ def test_full_training_of_a_bfloat16_model_keeps_float32_weights_and_resumes_to_
 @pytest.mark.parametrize("damage", ["torn", "tampered", "missing"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
     run = tiny.run(tmp_path, train__steps=9, checkpoint__every=3)
-    before, newest = weights(run), run / "checkpoints/step-00000009/adapters.safetensors"
+    before, newest = tiny.bits(run), run / "checkpoints/step-00000009/adapters.safetensors"
     content = newest.read_bytes()
     if damage == "torn":
         newest.write_bytes(content[: len(content) // 2])
@@ -116,8 +116,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
         newest.unlink()
     result = tiny.train(tmp_path, ["--resume", str(run)])
     assert "warning: checkpoint" in result.stdout and "step-00000009" in result.stdout
-    assert "after step 6" in result.stdout
-    assert all(np.array_equal(before[name], array) for name, array in weights(run).items())
+    assert "after step 6" in result.stdout and tiny.bits(run) == before
 
 
 def test_checkpoints_kept_are_the_newest_and_the_best(tmp_path: Path) -> None:
@@ -321,9 +320,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
 def test_other_steps_are_no_jump_of_the_learning_rate(tmp_path: Path, steps: int) -> None:
     words = ["checkpoint.every=1", "checkpoint.keep=99", "train.final_learning_rate=1e-4"]
     run = tiny.run(tmp_path, words=words, train__steps=steps)
-    for path in (run / "checkpoints").glob("step-*"):
-        if int(path.name.removeprefix("step-")) > 3:  # as if it was stopped there
-            shutil.rmtree(path)
+    tiny.undo(run, 3)
     told = tiny.train(tmp_path, ["--resume", str(run), "train.steps=14"]).stdout
     rates = [record["learning_rate"] for record in tiny.steps_of(run)]
     assert len(rates) == 14 and "goes on without a jump" in told
@@ -408,13 +405,13 @@ def test_per_pair_figures_equal_float64(tmp_path: Path) -> None:
 
 def test_a_run_folder_has_one_owner_and_is_never_overwritten(tmp_path: Path) -> None:
     run = tiny.run(tmp_path, train__steps=2)
-    before = weights(run)
+    before = tiny.bits(run)
     again = tiny.train(tmp_path, tiny.settings(tmp_path, run__name="run"), check=False)
     assert_one_clear_line(again, "already holds a run", "--resume")
     with (run / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert_one_clear_line(tiny.train(tmp_path, ["--resume", str(run), "train.steps=4"], check=False), "in use")
-    assert all(np.array_equal(before[name], array) for name, array in weights(run).items())
+    assert tiny.bits(run) == before
 
 
 def test_a_new_run_takes_what_a_killed_one_left_and_no_other_folder(tmp_path: Path) -> None:

@@ -20,18 +20,11 @@ from lib.data.streaming import open_training
 from lib.data.tokenizer import Vocabulary
 from lib.distributed.world import World
 from lib.evaluate.command import main as evaluate
-from lib.training.losses import (
-    SUMS,
-    UNPAIRED_LOSSES,
-    baseline_of_step,
-    means_of,
-    objective,
-    unpaired_losses,
-)
+from lib.training.losses import SUMS, UNPAIRED_LOSSES, baseline_of_step, means_of, objective, unpaired_losses
 from lib.training.step import Step, StepRecord
 from tests import float64, rounding, tiny
 from tests.test_losses import log_sigmoid64
-from tests.test_step import HEADS, KV_HEADS, Spy, build, gradients_of, merged, parts_of
+from tests.test_step import Spy, build, float64_logps, gradients_of, parts_of, reference_logps
 from tests.test_step import means_of as finite_means
 
 BETA, WEIGHTS = 0.3, (1.25, 0.75)
@@ -116,10 +109,6 @@ def rows_of(count: int, seed: int = 3, longest: int = 5) -> list[Example]:
     return [Example(i, ids(1), (ids(1), ids(1)), label=bool(i % 3)) for i in range(count)]
 
 
-def reference_logps(count: int) -> np.ndarray:
-    return -np.abs(np.random.default_rng(0).normal(9.0, 2.0, (count, 2))).astype(np.float32)
-
-
 def step_gradients(
     model: Any, settings: Config, rows: list[Example], reference: np.ndarray, sizes: list[int], rewards: list[float]
 ) -> tuple[StepRecord, dict[str, np.ndarray]]:
@@ -146,15 +135,7 @@ def test_a_steps_loss_and_every_gradient_equal_float64(tmp_path: Path, loss: str
     parameters = {name: np.array(a, np.float64) for name, a in tree_flatten(model.parameters())}
 
     def ratios() -> np.ndarray:
-        weights = merged(parameters, settings.model.scale)
-        logps = [
-            [
-                float64.completion_logp(weights, e.prompt_ids.tolist(), c.tolist(), HEADS, KV_HEADS)
-                for c in e.completions
-            ]
-            for e in rows
-        ]
-        return np.array(logps) - reference.astype(np.float64)
+        return float64_logps(parameters, rows, settings.model.scale) - reference.astype(np.float64)
 
     def baseline64() -> float:
         own, mismatched = ratios().T
@@ -303,9 +284,9 @@ def test_a_compiled_step_asks_the_reference_of_fewer_rows_than_its_shape(tmp_pat
     """Batches are padded to shapes, and completions beside others' prompts, of KTO, to none."""
     words = [*run_words(tmp_path, "kto"), "train.steps=4", "plan.micro_batch_sizes=[4]"]
     words += ["train.global_batch_size=7", "train.max_traces=1"]
-    for name, compiled in (("plain", "false"), ("compiled", "true")):
-        tiny.train(tmp_path, [*words, f"run.name={name}", f"train.compile={compiled}"])
-    rounding.assert_equal_runs(tmp_path / "runs/plain", [tmp_path / "runs/compiled"], ["loss"])
+    for compiled in (False, True):
+        tiny.train(tmp_path, [*words, f"run.name={compiled}", f"train.compile={compiled}"])
+    rounding.assert_equal_runs(tmp_path / "runs/False", [tmp_path / "runs/True"], ["loss"])
 
 
 @pytest.mark.parametrize("loss", UNPAIRED_LOSSES)
@@ -315,7 +296,7 @@ def test_per_pair_writes_a_line_a_row_from_which_the_loss_follows(tmp_path: Path
     capsys.readouterr()
     assert evaluate(["--run", str(tmp_path / "runs/run"), "--per-pair", str(out)]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    lines = tiny.read_jsonl(out)
     assert [line["label"] for line in lines] == [record["label"] for record in labelled(7, seed=1)]
     assert list(lines[0]) == ["label", "policy_logp", "reference_logp", "reward", "loss"]
     shift = figures["kl"] if loss == "kto" else np.mean([line["reward"] for line in lines])
@@ -324,5 +305,4 @@ def test_per_pair_writes_a_line_a_row_from_which_the_loss_follows(tmp_path: Path
         assert line["reward"] == pytest.approx(0.1 * ratio, rel=1e-5, abs=1e-7)
         assert line["loss"] == pytest.approx(loss64(loss, ratio, line["label"], shift, 0.1, (1, 1)), rel=1e-5)
     assert figures["loss"] == pytest.approx(np.mean([line["loss"] for line in lines]), rel=1e-6)
-    summary = json.loads((tmp_path / "runs/run/summary.json").read_text())
-    assert summary["loss"] == pytest.approx(figures["loss"], rel=1e-6)
+    assert tiny.summary(tmp_path / "runs/run")["loss"] == pytest.approx(figures["loss"], rel=1e-6)

@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -231,9 +232,25 @@ def steps_of(run: Path, rank: int = 0) -> list[dict[str, Any]]:
     return records(run, "step", rank)
 
 
+def merges_of(run: Path, rank: int = 0) -> list[dict[str, Any]]:
+    return records(run, "merge", rank)
+
+
 def weights(run: Path) -> dict[str, np.ndarray]:
     """The trained parameters that a finished run saved."""
     return {name: np.array(array) for name, array in mx.load(str(run / "adapters.safetensors")).items()}
+
+
+def bits(run: Path) -> dict[str, bytes]:
+    """The trained parameters, for a comparison that no rounding passes."""
+    return {name: array.tobytes() for name, array in weights(run).items()}
+
+
+def undo(run: Path, step: int) -> None:
+    """Takes the checkpoints of later steps away, as if the run had been stopped at this one."""
+    for path in (run / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
 
 
 def difference(a: Path, b: Path) -> float:
