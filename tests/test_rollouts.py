@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -47,6 +48,7 @@ from lib.training.loop import Learner
 from lib.training.optimizers import learning_rate
 from tests import tiny
 from tests.test_data import CORPUS, byte_level
+from tests.tiny import read_jsonl as lines
 
 # ---- Pairs
 
@@ -62,43 +64,37 @@ def chosen_and_rejected(pairs: list[Pair]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("scores", "pairs"),
+    ("scores", "settings", "pairs"),
     [
-        ((0.0, 1.0, 1.0, 0.0), [(1, 0)]),
-        ((1.0, 1.0), []),
-        ((None, None), []),
-        ((None, 1.0), []),
-        ((None, -2.0, None, 3.0), [(3, 1)]),
+        ((0.0, 1.0, 1.0, 0.0), {}, [(1, 0)]),
+        ((1.0, 1.0), {}, []),
+        ((None, None), {}, []),
+        ((None, 1.0), {}, []),
+        ((None, -2.0, None, 3.0), {}, [(3, 1)]),
+        ((0.0, 0.4, 1.0, None), {"margin": 0.5}, [(2, 0), (2, 1)]),
+        ((0.0, 0.4), {"margin": 0.5}, []),
     ],
 )
-def test_the_best_and_the_worst_make_a_pair(scores: tuple[float | None, ...], pairs: list[tuple[int, int]]) -> None:
-    assert chosen_and_rejected(pairs_of(group(*scores), RolloutSettings())) == pairs
-
-
-def test_all_above_a_margin_make_pairs() -> None:
-    settings = RolloutSettings(margin=0.5)
-    assert chosen_and_rejected(pairs_of(group(0.0, 0.4, 1.0, None), settings)) == [(2, 0), (2, 1)]
-    assert chosen_and_rejected(pairs_of(group(0.0, 0.4), settings)) == []
+def test_the_best_and_the_worst_or_all_above_a_margin_make_pairs(scores: Any, settings: Any, pairs: Any) -> None:
+    assert chosen_and_rejected(pairs_of(group(*scores), RolloutSettings(**settings))) == pairs
 
 
 def test_an_answer_that_was_drawn_twice_counts_once() -> None:
-    same = [[2, 1], [3, 1], [2, 1]]
     settings = RolloutSettings(margin=0.5)
-    assert chosen_and_rejected(pairs_of(group(0.0, 1.0, 0.0, tokens=same), settings)) == [(1, 0)]
+    assert chosen_and_rejected(pairs_of(group(0.0, 1.0, 0.0, tokens=[[2, 1], [3, 1], [2, 1]]), settings)) == [(1, 0)]
     assert pairs_of(group(1.0, 0.0, tokens=[[2, 1], [2, 1]]), settings) == [], "nothing to prefer between equals"
 
 
 def test_what_was_cut_teaches_nothing_if_asked() -> None:
-    whole = group(0.0, 1.0, 2.0)
+    whole, masked = group(0.0, 1.0, 2.0), RolloutSettings(mask_truncated=True)
     cut = whole._replace(answers=[*whole.answers[:2], replace(whole.answers[2], finish="length")])
-    assert chosen_and_rejected(pairs_of(cut, RolloutSettings(mask_truncated=True))) == [(1, 0)]
-    (made,) = groups_of([cut], RolloutSettings(mask_truncated=True))
+    assert chosen_and_rejected(pairs_of(cut, masked)) == [(1, 0)]
+    (made,) = groups_of([cut], masked)
     assert made.rewards == [0.0, 1.0, 2.0] and made.mask == [[True, True], [True, True], [False, False]]
     nothing = whole._replace(answers=[replace(answer, finish="length") for answer in whole.answers])
-    assert groups_of([nothing, group(1.0, 1.0)], RolloutSettings(mask_truncated=True)) == []
-    assert len(groups_of([nothing, cut], RolloutSettings(mask_truncated=True))) == 2
+    assert groups_of([nothing, group(1.0, 1.0)], masked) == [] and len(groups_of([nothing, cut], masked)) == 2
     shorter = group(0.0, 1.0, tokens=[[2, 4, 1], [1]])
-    (made,) = groups_of([shorter], RolloutSettings(mask_truncated=True))
+    (made,) = groups_of([shorter], masked)
     assert made.mask == [[True] * 3, [True]]
     assert groups_of([shorter], RolloutSettings()) == [made._replace(mask=None)]
     assert (made.prompt, made.completions, made.logps) == ([2, 3], [[2, 4, 1], [1]], [[-0.5] * 3, [-0.5]])
@@ -136,8 +132,8 @@ def test_a_round_that_teaches_nothing_says_why() -> None:
 
 def samples(**changes: Any) -> SampleFigures:
     ended, entropy = {"tokens": 40.0, "unended": 0.0}, {"entropy": 0.5, "duplicates": 0.1}
-    known = {"prompts": 64, "samples": 256, "failed": 0, "pairs": 40, "score": 0.4, "accepted": 0.6, **ended, **entropy}
-    return SampleFigures(**(known | changes))
+    known = {"prompts": 64, "samples": 256, "failed": 0, "pairs": 40, "score": 0.4, "accepted": 0.6}
+    return SampleFigures(**{**known, **ended, **entropy, **changes})
 
 
 def test_a_round_is_measured_against_the_best_that_was_kept() -> None:
@@ -169,9 +165,7 @@ def test_what_looks_like_a_gamed_judge_is_named() -> None:
 def test_rounds_take_all_prompts_in_turn(tmp_path: Path) -> None:
     records = [{"prompt_ids": [2] * (1 + row % 5)} for row in range(13)]
     tiny.write_jsonl(tmp_path / "prompts.jsonl", records)
-    settings = load(
-        None, [], {"model": {"path": "m"}, "data": {"train": "d", "cache_dir": str(tmp_path / "cache")}}
-    ).data
+    settings = load(None, ["model.path=m", "data.train=d", f"data.cache_dir={tmp_path}/cache"]).data
     prompts = open_prompts(str(tmp_path / "prompts.jsonl"), settings, None, RolloutSettings(), 2, None, print)
     rounds = [prompts.of_round(number, 4, seed=0) for number in range(1, 7)]
     assert len(set(sum(rounds[:3], []))) == 12 == len(set(sum(rounds[3:], [])))
@@ -184,13 +178,10 @@ def test_rounds_take_all_prompts_in_turn(tmp_path: Path) -> None:
 # ---- Runs
 
 
-def digests(folder: Path) -> dict[str, bytes]:
-    """The content of every file of a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def outcome(run: Path) -> dict[str, Any]:
-    return {"files": digests(run / "rounds"), "weights": {n: w.tobytes() for n, w in tiny.weights(run).items()}}
+def outcome(run: Path) -> tuple[dict[Path, bytes], dict[str, bytes]]:
+    """The content of every file of the rounds, and the weights."""
+    files = {path.relative_to(run): path.read_bytes() for path in run.glob("rounds/**/*") if path.is_file()}
+    return files, tiny.bits(run)
 
 
 @pytest.fixture(scope="module")
@@ -211,8 +202,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory, second_loses: None) -> tuple
     return folder / "runs" / "whole", words
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def verdicts_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads((run / f"rounds/{number:04d}/round.json").read_text()) for number in (1, 2, 3)]
 
 
 @pytest.mark.long
@@ -234,14 +225,14 @@ def test_every_sample_score_and_pair_is_kept(whole: tuple[Path, list[str]]) -> N
 
 def test_a_round_that_loses_is_undone(whole: tuple[Path, list[str]]) -> None:
     run, _ = whole
-    verdicts = [json.loads((run / f"rounds/{number:04d}/round.json").read_text()) for number in (1, 2, 3)]
+    verdicts = verdicts_of(run)
     assert [one["undone"] for one in verdicts] == [False, True, False] and verdicts[1]["why"] == ["it shall"]
     kept, undone, last = (tiny.weights(run / f"checkpoints/step-{step:08d}") for step in (2, 4, 6))
     for name, array in tiny.weights(run).items():
         assert np.array_equal(undone[name], kept[name]) and np.array_equal(array, last[name])
     first, second, third = (lines(run / f"rounds/{n:04d}/samples.jsonl")[0]["policy"] for n in (1, 2, 3))
     assert first != second == third, "the round after it samples from the weights before it"
-    shown = [one["samples"] for one in read_records(run / "logs/rank-000.jsonl") if one["kind"] == "samples"]
+    shown = [one["samples"] for one in tiny.records(run, "samples")]
     assert [[*samples[0]] for samples in shown] == [["prompt", "before"], ["prompt", "after"]]
     assert len({tuple(sample["prompt"] for sample in samples) for samples in shown}) == 1
 
@@ -254,7 +245,7 @@ def test_the_dashboard_shows_rounds(whole: tuple[Path, list[str]]) -> None:
     assert "undone: it shall" in shown
     empty = RunHistory(whole[0] / "rounds")
     assert charts.round_sections(empty) == [] == charts.round_panels(empty)
-    verdicts = [json.loads((whole[0] / f"rounds/{number:04d}/round.json").read_text()) for number in (1, 2, 3)]
+    verdicts = verdicts_of(whole[0])
     panels = {panel.title: panel.figure for panel in charts.round_panels(history)}
     for name in ("score", "tokens", "entropy"):
         label = tables.OF_ROUNDS[name].label
@@ -267,10 +258,6 @@ def test_the_dashboard_shows_rounds(whole: tuple[Path, list[str]]) -> None:
     assert run_report.png([("score", panels["Mean score of the answers"])]).startswith(b"\x89PNG")
 
 
-class Stop(KeyboardInterrupt):
-    """The end of a process, wherever it is."""
-
-
 def stopped_at(owner: type, method: str, count: int) -> Callable[[pytest.MonkeyPatch], None]:
     """Ends the process when a method is called for the n-th time."""
 
@@ -279,7 +266,7 @@ def stopped_at(owner: type, method: str, count: int) -> Callable[[pytest.MonkeyP
 
         def dying(*args: Any, **kwargs: Any) -> Any:
             if next(left, 0) == 1:
-                raise Stop
+                raise KeyboardInterrupt
             return real(*args, **kwargs)
 
         patcher.setattr(owner, method, dying)
@@ -323,17 +310,15 @@ def test_a_run_that_was_stopped_is_one_that_never_was(
     assert outcome(tmp_path / "stopped") == outcome(run)
     assert not any(map(fault_of, run.glob("checkpoints/step-*"))), "whether there is a held-out loss or none"
     assert not list((tmp_path / "stopped").glob("rounds/*/*.partial"))
-    logs = [list(read_records(one / "logs" / "rank-000.jsonl")) for one in (tmp_path / "stopped", run)]
-    evaluated, evaluated_whole = ({record["step"] for record in log if record["kind"] == "evaluation"} for log in logs)
-    assert evaluated == evaluated_whole and 0 in evaluated, "the policy before the first round stays in the log"
+    stopped, whole = ({one["step"] for one in tiny.records(r, "evaluation")} for r in (tmp_path / "stopped", run))
+    assert stopped == whole and 0 in whole, "the policy before the first round stays in the log"
 
 
 def test_a_finished_run_answers_questions(whole: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     run, _ = whole
     assert evaluate.main(["--run", str(run)]) == 2
-    assert (
-        "a run of rounds has no held-out pairs; name some with --data, or evaluate.answers" in capsys.readouterr().err
-    )
+    why = "a run of rounds has no held-out pairs; name some with --data, or evaluate.answers"
+    assert why in capsys.readouterr().err
     sums, model = run.parent.parent / "sums.jsonl", tiny.ROOT / "configs/quickstart/model"
     own = [f"evaluate.answers={sums}", "evaluate.max_tokens=6", r"evaluate.answer_pattern=(?s)\A(.*)"]
 
@@ -352,7 +337,7 @@ def test_a_finished_run_answers_questions(whole: tuple[Path, list[str]], capsys:
         for loaded in (mlx_lm.load(str(model), adapter_path=str(run)), mlx_lm.load(str(model)))
     )
     assert trained != base and match([*trained[:3], "no"]) == 0.75
-    pairs = tiny.write_jsonl(sums.with_name("held-out-pairs.jsonl"), list(tiny.pairs(3)))
+    pairs = tiny.write_jsonl(sums.with_name("held-out-pairs.jsonl"), tiny.pairs(3))
     assert evaluate.main(["--run", str(run), f"data.valid={pairs}"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == 3
 
@@ -365,13 +350,9 @@ def test_the_momentum_of_merges_goes_with_a_round_that_is_undone(
     words = [*tiny.rounds(tmp_path), "strategy=independent", "independent.merge=outer", "sync.compression=int8"]
     tiny.train(tmp_path, [*words, "run.name=whole"])
     run, stopped = tmp_path / "runs/whole", tmp_path / "runs/stopped"
-    first, second, third = (
-        {
-            **load_part(rank_file(run / "checkpoints", step, 0)),
-            "momentum": common_at(run / f"checkpoints/step-{step:08d}", MOMENTUM, World()),
-        }
-        for step in (2, 4, 6)
-    )
+    parts = [load_part(rank_file(run / "checkpoints", step, 0)) for step in (2, 4, 6)]
+    momenta = [common_at(run / f"checkpoints/step-{step:08d}", MOMENTUM, World()) for step in (2, 4, 6)]
+    first, second, third = ({**part, "momentum": own} for part, own in zip(parts, momenta, strict=True))
     for kind in ("momentum", "feedback"):
         assert first[kind] and first[kind].keys() == second[kind].keys()
         assert all(np.array_equal(second[kind][name], array) for name, array in first[kind].items())
@@ -396,11 +377,13 @@ def test_pairs_of_a_round_are_trained_by_their_ids_and_by_no_other_tokenizer(
         return [row.completions[0].tolist() for row in rows]
 
     assert read(pairs, own) == [pair["chosen_ids"] for pair in lines(pairs)]
-    with pytest.raises(UserError, match=r"pairs.jsonl:1: its token ids are of another tokenizer than the model's"):
-        read(pairs, other)
-    with pytest.raises(UserError, match=r"pairs.jsonl:1: its token ids are of another tokenizer than the model's"):
-        encoder = Encoder(other, config.data, 1)
-        open_prompts(str(pairs), config.data, encoder, RolloutSettings(), 2, None, print)
+    encoder = Encoder(other, config.data, 1)
+    for reading in (
+        lambda: read(pairs, other),
+        lambda: open_prompts(str(pairs), config.data, encoder, RolloutSettings(), 2, None, print),
+    ):
+        with pytest.raises(UserError, match=r"pairs.jsonl:1: its token ids are of another tokenizer than the model's"):
+            reading()
     without = [{name: value for name, value in pair.items() if not name.endswith("_ids")} for pair in lines(pairs)]
     texts = [other.decode(ids[:-1]) for ids in read(tiny.write_jsonl(tmp_path / "texts.jsonl", without), other)]
     assert texts == [pair["chosen"] for pair in lines(pairs)]
@@ -408,12 +391,9 @@ def test_pairs_of_a_round_are_trained_by_their_ids_and_by_no_other_tokenizer(
 
 @pytest.mark.long
 def test_ragged_rounds_take_the_learning_rates_of_the_schedule_over_all_rounds(tmp_path: Path) -> None:
-    words = [
-        *tiny.rounds(tmp_path, rollouts__rounds=2, rollouts__steps=3, train__global_batch_size=3),
-        "strategy=independent",
-        "plan.shares=[2,1]",
-    ]
-    tiny.train(tmp_path, [*words, "train.warmup_steps=2", "run.name=apart"], ranks=2)
+    words = tiny.rounds(tmp_path, rollouts__rounds=2, rollouts__steps=3, train__global_batch_size=3, run__name="apart")
+    words += ["strategy=independent", "plan.shares=[2,1]", "train.warmup_steps=2"]
+    tiny.train(tmp_path, words, ranks=2)
     run, expected, found = tmp_path / "runs/apart", Counter[float](), Counter[float]()
     counts = [len(lines(run / f"rounds/{number:04d}/pairs.jsonl")) for number in (1, 2)]
     assert any(count > 3 and count % 3 for count in counts), f"no batch is ragged: {counts}"
@@ -439,9 +419,8 @@ def test_answers_that_were_cut_are_counted(whole: tuple[Path, list[str]], tmp_pa
     """In a round's line and record, of held-out prompts, and in the reason why nothing was learnt."""
     own = ["run.name=cut", f"run.dir={tmp_path}", "rollouts.max_tokens=1", "rollouts.rounds=1", "evaluate.max_tokens=1"]
     told = " ".join(tiny.train(tmp_path, [*whole[1], *own]).stdout.split())
-    assert (
-        "24 cut by rollouts.max_tokens=1" in told and "greedy answers have no end within evaluate.max_tokens=1" in told
-    )
+    assert "24 cut by rollouts.max_tokens=1" in told
+    assert "greedy answers have no end within evaluate.max_tokens=1" in told
     assert "different scores to learn from; 24 of 24 answers were cut by rollouts.max_tokens=1; nothing is" in told
     records = list(read_records(tmp_path / "cut/logs/rank-000.jsonl"))
     assert [one["answers"]["unended"] for one in records if one["kind"] == "round"] == [1.0]
@@ -470,11 +449,6 @@ def test_a_damaged_verdict_of_an_unfinished_run_is_one_line(
     assert "rounds/0001/round.json is not what a round writes" in result.stderr and why in result.stderr
 
 
-@pytest.fixture
-def words(tmp_path: Path) -> Iterator[list[str]]:
-    yield tiny.rounds(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("own", "why"),
     [
@@ -490,10 +464,6 @@ def words(tmp_path: Path) -> Iterator[list[str]]:
         ("rollouts.prompts=15", "rollouts.prompts=15, but .*prompts.jsonl has 14; set rollouts.prompts=14"),
         ("rollouts.max_tokens=60", "a prompt of .* tokens and rollouts.max_tokens=60 are more than data.max_length=64"),
         ("rollouts.judge=nowhere:judge", "rollouts.judge=nowhere:judge: no module"),
-        (
-            "rollouts.judge=nonsense",
-            "rollouts.judge=nonsense: no such command here; a judge is exact, number",
-        ),
         ("rollouts.judge=exat", "rollouts.judge=exat: no such command here; a judge is exact, number"),
         ('rollouts.judge=a "b', "no such command here"),
         ("rollouts.judge=reward:nowhere", "rollouts.judge=reward:nowhere: nowhere: no such folder"),
@@ -504,8 +474,6 @@ def words(tmp_path: Path) -> Iterator[list[str]]:
         ("rollouts.filter_groups=true", "rollouts.filter_groups is for train.loss=grpo"),
     ],
 )
-def test_wrong_input_is_one_clear_line(own: str, why: str, words: list[str], tmp_path: Path) -> None:
-    result = tiny.train(tmp_path, [*words, *own.split("; "), "--dry-run"], check=False)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1
-    with pytest.raises(UserError, match=why):
-        raise UserError(result.stderr.strip())
+def test_wrong_input_is_one_clear_line(own: str, why: str, tmp_path: Path) -> None:
+    result = tiny.train(tmp_path, [*tiny.rounds(tmp_path), own, "--dry-run"], check=False)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and re.search(why, result.stderr), result.stderr

@@ -15,8 +15,8 @@ from lib.evaluate.sampler import Sample
 from lib.model import load as models
 from tests import rounding, tiny
 from tests.ranks import train
-from tests.test_rollouts import lines
 from tests.test_sampler import logps_of
+from tests.tiny import read_jsonl as lines
 
 pytestmark = pytest.mark.mpi(min_size=2, max_size=2)
 
@@ -74,13 +74,12 @@ def test_ranks_that_hold_parts_of_the_model_draw_what_one_draws(alone: Alone, wo
     if world.rank == 0:
         model = models.load(ModelSettings(path=str(tiny.ROOT / "configs/quickstart/model")), 0)
         prompts = {one["prompt_id"]: one["prompt_ids"] for one in lines(run / "rounds/0001/pairs.jsonl")}
+        known = [one for one in parts if one["prompt_id"] in prompts][:8]
+        figures = ("tokens", "logps", "finish")
         samples = [
-            Sample(
-                one["prompt_id"], one["k"], prompts[one["prompt_id"]], one["tokens"], one["logps"], one["finish"], ""
-            )
-            for one in parts
-            if one["prompt_id"] in prompts
-        ][:8]
+            Sample(one["prompt_id"], one["k"], prompts[one["prompt_id"]], *(one[key] for key in figures), "")
+            for one in known
+        ]
         assert samples
         expected, limits = rounding.expected_and_limits(
             model, lambda: [{str(i): logps_of(model, sample, 1.5) for i, sample in enumerate(samples)}]
