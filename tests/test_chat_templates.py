@@ -21,7 +21,7 @@ from lib.data.streaming import open_training
 from lib.data.tokenize import Encoded, Encoder
 from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError
-from tests import chat_models, chat_rows
+from tests import chat_models, chat_rows, tiny
 
 GOLDEN: dict[str, Any] = json.loads(gzip.decompress((chat_models.FOLDER / "golden.json.gz").read_bytes()))
 NAMES = list(chat_models.registry())
@@ -33,9 +33,13 @@ GOOD = {"role": "assistant", "content": "The answer is 42."}
 BAD = {"role": "assistant", "content": "Blue."}
 
 
+def encoder_of(name: str, template: str | None = None, **settings: Any) -> Encoder:
+    about = chat_models.registry()[name]
+    return chat_rows.encoder_of(chat_models.tokenizer_of(name, template), about, **settings)
+
+
 def encode(name: str, chat: Chat, **settings: Any) -> Encoded | Unusable:
-    encoder = chat_rows.encoder_of(chat_models.tokenizer_of(name), chat_models.registry()[name], **settings)
-    return chat_rows.encode(encoder, chat)
+    return chat_rows.encode(encoder_of(name, **settings), chat)
 
 
 def decoded(name: str, chat: Chat, **settings: Any) -> tuple[str, list[str], list[str]]:
@@ -113,11 +117,8 @@ def test_what_a_template_marks_is_learnt_as_with_assistant_only_loss(name, kind)
 
 @pytest.mark.parametrize("name", ["Qwen-Qwen3-0.6B", "Qwen3.5-4B", "deepseek-ai-DeepSeek-V3.1", "StepFun3.5-Flash"])
 def test_an_empty_block_of_thinking_is_not_learnt(name):
-    _, completions, learnt = decoded(name, Chat([USER], ([GOOD], [BAD]), ""))
-    assert all("think>" not in text for text in learnt)
-    assert [text.removesuffix(end) for text in learnt for end in [completions[0][-10:]]][0].startswith(
-        "The answer is 42."
-    )
+    _, _, learnt = decoded(name, Chat([USER], ([GOOD], [BAD]), ""))
+    assert all("think>" not in text for text in learnt) and learnt[0].startswith("The answer is 42.")
 
 
 @pytest.mark.parametrize(
@@ -133,16 +134,20 @@ def test_thinking_goes_on_from_the_prompt_that_opens_it(thought, said):
             assert text.startswith(f"{thought}\n</think>\n\n{said}<")
 
 
-def test_what_a_template_leaves_out_is_named_although_the_text_has_it_elsewhere():
-    thought = {**GOOD, "reasoning_content": "42"}
-    made = encode("meta-llama-Llama-3.1-8B-Instruct", Chat([USER], ([thought],), ""))
-    assert isinstance(made, Unusable) and "leaves out 'reasoning_content'" in str(made)
-    said = {"role": "assistant", "content": "12 + 30", "tool_calls": [chat_rows.CALL]}
-    made = encode("meta-llama-Llama-3.1-8B-Instruct", Chat([USER], ([said],), "", tools=chat_rows.TOOLS))
-    assert isinstance(made, Unusable) and "leaves out the answer's content" in str(made)
-    called = {"role": "assistant", "content": "", "tool_calls": [chat_rows.CALL]}
-    made = encode("microsoft-Phi-3.5-mini-instruct", Chat([USER], ([called],), "", tools=chat_rows.TOOLS))
-    assert isinstance(made, Unusable) and "leaves out the call of 'get_weather'" in str(made)
+CALLED = {"role": "assistant", "content": "", "tool_calls": [chat_rows.CALL]}
+
+
+@pytest.mark.parametrize(
+    "name, answer, tools, lost",
+    [
+        ("meta-llama-Llama-3.1-8B-Instruct", {**GOOD, "reasoning_content": "42"}, None, "'reasoning_content'"),
+        ("meta-llama-Llama-3.1-8B-Instruct", CALLED | {"content": "12 + 30"}, chat_rows.TOOLS, "the answer's content"),
+        ("microsoft-Phi-3.5-mini-instruct", CALLED, chat_rows.TOOLS, "the call of 'get_weather'"),
+    ],
+)
+def test_what_a_template_leaves_out_is_named_although_the_text_has_it_elsewhere(name, answer, tools, lost):
+    made = encode(name, Chat([USER], ([answer],), "", tools=tools))
+    assert isinstance(made, Unusable) and f"leaves out {lost}" in str(made)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +158,7 @@ def test_a_field_of_an_answer_that_a_template_does_not_know_is_named(field):
     made = encode("Qwen-Qwen3-0.6B", Chat([USER], ([GOOD | field],), ""))
     assert isinstance(made, Unusable) and f"leaves out {name!r} of a message from 'assistant' (or" in str(made)
     template = "{% for m in messages %}{{ m.content }}{{ m." + name + " }}<|im_end|>{% endfor %}"
-    about = chat_models.registry()["Qwen-Qwen3-0.6B"]
-    encoder = chat_rows.encoder_of(chat_models.tokenizer_of("Qwen-Qwen3-0.6B", template), about)
+    encoder = encoder_of("Qwen-Qwen3-0.6B", template)
     assert isinstance(encoder.encoded(Chat([USER], ([GOOD | field],), "")), Encoded)
 
 
@@ -209,47 +213,39 @@ def test_a_long_chat_loses_its_middle_messages(name, tmp_path):
     turns = [
         {"role": role, "content": f"{number} " + "word " * 20} for number in range(8) for role in ("user", "assistant")
     ]
-    prompt = [chat_rows.SYSTEM, *turns, USER]
-    tokenizer, about = chat_models.tokenizer_of(name), chat_models.registry()[name]
-    encoder = chat_rows.encoder_of(tokenizer, about)
-    lengths = []
-    for kept in range(9):
-        short = encoder.encoded(Chat([chat_rows.SYSTEM, *turns[2 * (8 - kept) :], USER], ([GOOD], [BAD]), ""))
-        assert isinstance(short, Encoded)
-        lengths.append(len(short.prompt) + max(map(len, short.completions)))
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({"prompt": prompt, "chosen": [GOOD], "rejected": [BAD]}) + "\n")
-    wrapped = encoder.tokenizer
-    for kept, length in enumerate(lengths[:-1]):
-        for limit in (length, lengths[kept + 1] - 1):
+    encoder = encoder_of(name)
+    prompts = [[chat_rows.SYSTEM, *turns[2 * (8 - kept) :], USER] for kept in range(9)]
+    shorter = [encoder.encoded(Chat(prompt, ([GOOD], [BAD]), "")) for prompt in prompts]
+    lengths = [len(short.prompt) + max(map(len, short.completions)) for short in shorter]
+    file = tiny.write_jsonl(tmp_path / "rows.jsonl", [{"prompt": prompts[-1], "chosen": [GOOD], "rejected": [BAD]}])
+    for short, length, next_length in zip(shorter, lengths, lengths[1:], strict=False):
+        for limit in (length, next_length - 1):
             settings = DataSettings(train=str(file), max_length=limit)
-            data = load_dataset(str(file), settings, "preference", wrapped)
-            short = encoder.encoded(Chat([chat_rows.SYSTEM, *turns[2 * (8 - kept) :], USER], ([GOOD], [BAD]), ""))
-            assert isinstance(short, Encoded) and data.truncated_count == 1
-            assert data[0].prompt_ids.tolist() == short.prompt
+            data = load_dataset(str(file), settings, "preference", encoder.tokenizer)
+            assert data.truncated_count == 1 and data[0].prompt_ids.tolist() == short.prompt
             assert [ids.tolist() for ids in data[0].completions] == short.completions
+
+
+def loaded(name: str, row: dict[str, Any], kind: Any, folder: Path, **settings: Any) -> tuple[Dataset, Any]:
+    """A data set of one row, and what makes text of ids."""
+    file = str(tiny.write_jsonl(folder / "rows.jsonl", [row]))
+    wrapped = encoder_of(name).tokenizer
+    return load_dataset(file, DataSettings(train=file, **settings), kind, wrapped), wrapped.decode
+
+
+def one_row(*words: Any, **settings: Any) -> tuple[str, str]:
+    """The prompt and the first completion of a row, as text."""
+    data, text = loaded(*words, **settings)
+    return text(data[0].prompt_ids.tolist()), text(data[0].completions[0].tolist())
 
 
 def test_a_long_question_is_cut_at_its_beginning_and_stays_well_formed(tmp_path):
     question = {"role": "user", "content": " ".join(f"word{number}" for number in range(200)) + " and?"}
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({"prompt": [chat_rows.SYSTEM, question], "chosen": [GOOD], "rejected": [BAD]}) + "\n")
-    name = "Qwen-Qwen2.5-7B-Instruct"
-    wrapped = chat_rows.encoder_of(chat_models.tokenizer_of(name), chat_models.registry()[name]).tokenizer
-    settings = DataSettings(train=str(file), max_length=90)
-    data = load_dataset(str(file), settings, "preference", wrapped)
-    text = wrapped.decode(data[0].prompt_ids.tolist())
-    assert text.startswith("<|im_start|>system\nYou are terse.<|im_end|>\n<|im_start|>user\nword1")
-    assert text.endswith(" word199 and?<|im_end|>\n<|im_start|>assistant\n") and 80 < data.lengths[0] <= 89
-
-
-def one_row(name: str, row: dict[str, Any], kind: Any, folder: Path, **settings: Any) -> tuple[str, str]:
-    """The prompt and the first completion of a row, as text."""
-    file = folder / "rows.jsonl"
-    file.write_text(json.dumps(row) + "\n")
-    wrapped = chat_rows.encoder_of(chat_models.tokenizer_of(name), chat_models.registry()[name]).tokenizer
-    data = load_dataset(str(file), DataSettings(train=str(file), **settings), kind, wrapped)
-    return wrapped.decode(data[0].prompt_ids.tolist()), wrapped.decode(data[0].completions[0].tolist())
+    row = {"prompt": [chat_rows.SYSTEM, question], "chosen": [GOOD], "rejected": [BAD]}
+    data, text = loaded("Qwen-Qwen2.5-7B-Instruct", row, "preference", tmp_path, max_length=90)
+    shown = text(data[0].prompt_ids.tolist())
+    assert shown.startswith("<|im_start|>system\nYou are terse.<|im_end|>\n<|im_start|>user\nword1")
+    assert shown.endswith(" word199 and?<|im_end|>\n<|im_start|>assistant\n") and 80 < data.lengths[0] <= 89
 
 
 def test_a_long_conversation_loses_its_end_and_nothing_of_its_beginning(tmp_path):
@@ -332,10 +328,8 @@ def test_a_model_may_have_templates_by_name():
 def test_the_day_is_that_of_the_settings(name):
     chat = Chat([USER], ([GOOD],), "")
     assert any(day in decoded(name, chat)[0] for day in ("2024-07-26", "26 Jul 2024"))
-    assert any(
-        day in decoded(name, chat, template_date=datetime.date(2026, 11, 22))[0]
-        for day in ("2026-11-22", "22 Nov 2026")
-    )
+    prompt = decoded(name, chat, template_date=datetime.date(2026, 11, 22))[0]
+    assert any(day in prompt for day in ("2026-11-22", "22 Nov 2026"))
 
 
 @pytest.mark.parametrize(
@@ -349,8 +343,7 @@ def test_the_day_is_that_of_the_settings(name):
     ],
 )
 def test_a_run_says_what_its_template_does(name, said):
-    encoder = chat_rows.encoder_of(chat_models.tokenizer_of(name), chat_models.registry()[name])
-    assert said in str(facts_of(encoder))
+    assert said in str(facts_of(encoder_of(name)))
 
 
 DEVELOPER = {"role": "developer", "content": "Be brief."}
@@ -385,13 +378,9 @@ def test_a_tools_result_may_be_written_as_json():
 
 def test_tokens_that_are_not_learnt_are_kept_and_are_not_scored(tmp_path):
     """Through the data set, the cache of streamed rows and the micro-batch: one count, and the same batch."""
-    encoder = chat_rows.encoder_of(
-        chat_models.tokenizer_of("StepFun3.5-Flash"), chat_models.registry()["StepFun3.5-Flash"]
-    )
-    file = tmp_path / "rows.jsonl"
+    encoder, batches = encoder_of("StepFun3.5-Flash"), []
     rows = [{"prompt": [USER], "chosen": [{**GOOD, "content": f"It is {n}."}], "rejected": [BAD]} for n in range(3)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    batches = []
+    file = tiny.write_jsonl(tmp_path / "rows.jsonl", rows)
     for streaming in (False, True, True):
         settings = DataSettings(train=str(file), streaming=streaming, cache_dir=str(tmp_path / "cache"))
         data = open_training(settings, "preference", encoder.tokenizer, tell=print)
@@ -423,11 +412,3 @@ def test_ends_of_generation_config_stop_answers_in_evaluation_and_serving(tmp_pa
     encoder = Encoder(wrapped, settings.data, text)
     made = encoder.encoded(Chat([USER], ([GOOD],), ""))
     assert isinstance(made, Encoded) and made.completions[0][-1] == turn and text not in made.completions[0]
-
-
-def test_a_template_of_its_own_end_ends_generation():
-    """ChatML on a model whose end token is another: its end of a turn is where answers have to stop."""
-    tokenizer = chat_models.tokenizer_of("Qwen-Qwen2.5-7B-Instruct")
-    tokenizer.eos_token = "<|im_start|>"  # anything else
-    encoder = Encoder(tokenizer, DataSettings(train="-"), None)
-    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in encoder.end_ids

@@ -372,7 +372,9 @@ BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
         ["key 'chosen' is there twice in one object; keep one"],
     ),
     (b'{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}', "sft", ["key 'role' is there twice"]),
-    ([PAIR], "preference", ["a list instead of a JSON object"]),
+    ([PAIR], "preference", ["a list instead of a JSON object"]),  # LlamaFactory#8323: StopIteration
+    (PAIR | {"system": [USER]}, "preference", ["'system'"]),  # trl#2385: dropped
+    ({"prompt": [USER], "chosen": [GOOD], "rejected": [USER]}, "preference", ["'rejected'"]),  # trl#2385: trained
     (
         {"prompt": "a", "chosne": "b", "rejected": "c"},
         "preference",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,7 @@ PAIR = {"prompt": "Shelf?", "chosen": "Aisle 3.", "rejected": "No."}
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
+    return str(tiny.write_jsonl(path, records))
 
 
 def wrapped(name: str = QWEN, template: str | None = None) -> Any:
@@ -42,11 +39,12 @@ def wrapped(name: str = QWEN, template: str | None = None) -> Any:
 
 
 def opened(
-    tmp_path: Path, records: list[dict[str, Any]], kind: str = "preference", **settings: Any
-) -> tuple[Any, list]:
+    tmp_path: Path, records: list[Any], kind: Any = "preference", tokenizer: Any = None, **settings: Any
+) -> tuple[Any, list[str]]:
+    """The data set of these records, and what is said of them."""
     said: list[str] = []
     data = DataSettings(train=write(tmp_path / "rows.jsonl", records), cache_dir=str(tmp_path / "cache"), **settings)
-    return open_training(data, kind, wrapped(), tell=said.append), said  # type: ignore[arg-type]
+    return open_training(data, kind, tokenizer or wrapped(), tell=said.append), said
 
 
 def pairs(name: str, count: int) -> list[dict[str, Any]]:
@@ -263,7 +261,7 @@ def test_a_turns_end_that_no_file_of_the_model_names_ends_answers(name: str, end
         tokenizer.add_tokens([AddedToken(end, special=False, normalized=False)])
     encoder = Encoder(tokenizer, DataSettings(train="-"), None)
     row = encoder.encoded(Plain("Shelf?", ("Aisle 3.",), ""))
-    assert row.completions[0][-1] == tokenizer.convert_tokens_to_ids(end) and {*row.completions[0]} & encoder.end_ids
+    assert row.completions[0][-1] == tokenizer.convert_tokens_to_ids(end) in encoder.end_ids
 
 
 @pytest.mark.parametrize("text", ["\n42", "\n\n42", "  42", "42"])
@@ -325,10 +323,8 @@ def test_groups_of_which_nothing_can_be_learnt_say_so(tmp_path: Path, ids: Any, 
 
 def test_rows_much_longer_than_the_models_positions_are_told(tmp_path: Path) -> None:
     said: list[str] = []
-    path = write(tmp_path / "rows.jsonl", [PAIR | {"prompt": "shelf " * 300}])
-    open_training(
-        DataSettings(train=path), "preference", wrapped(), tell=said.append, vocabulary=Vocabulary(context=64)
-    )
+    settings = DataSettings(train=write(tmp_path / "rows.jsonl", [PAIR | {"prompt": "shelf " * 300}]))
+    open_training(settings, "preference", wrapped(), tell=said.append, vocabulary=Vocabulary(context=64))
     assert len(said) == 1 and "max_position_embeddings of 64" in said[0] and "data.max_length=64" in said[0]
 
 
@@ -368,21 +364,14 @@ def test_tokens_are_written_as_training_takes_them(tmp_path: Path, capsys: pytes
     model, out = str(tiny.ROOT / "configs/quickstart/model"), tmp_path / "out.jsonl"
     path = write(tmp_path / "rows.jsonl", pairs("a", 3))
     assert inspect.main(["--tokens", str(out), "--model", model, path, "data.max_length=64"]) == 0
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(lines) == 3 and set(lines[0]) == {
-        "prompt_ids",
-        "chosen_ids",
-        "rejected_ids",
-        "chosen_mask",
-        "rejected_mask",
-    }
-    settings = load_settings(None, [], {"model": {"path": model}, "data": {"train": str(out)}})
-    again = load_dataset(str(out), settings.data, "preference", None)
+    lines, settings = tiny.read_jsonl(out), DataSettings(train=str(out))
+    assert len(lines) == 3
+    assert set(lines[0]) == {"prompt_ids", "chosen_ids", "rejected_ids", "chosen_mask", "rejected_mask"}
+    again = load_dataset(str(out), settings, "preference", None)
     lines[0]["chosen_mask"][0] = 0  # masks are read as they are written
-    masked = load_dataset(write(out, lines), settings.data, "preference", None)
-    assert masked[0].learnt is not None and masked[0].learnt[0].tolist() == [False] + [True] * (
-        len(again[0].completions[0]) - 1
-    )
+    masked = load_dataset(write(out, lines), settings, "preference", None)[0]
+    assert masked.learnt is not None
+    assert masked.learnt[0].tolist() == [False] + [True] * (len(again[0].completions[0]) - 1)
     assert [row.prompt_ids.tolist() for row in again] == [line["prompt_ids"] for line in lines]
 
 
@@ -399,25 +388,30 @@ def test_the_end_of_turn_is_learnt_where_padding_is_the_same_token(tmp_path: Pat
     """trl#6357, Megatron-Bridge#4265: a mask by the id of padding took the end of turn out."""
     tokenizer = wrapped()
     tokenizer._tokenizer.pad_token = tokenizer.eos_token
-    path = write(tmp_path / "rows.jsonl", [{"messages": [USER, ANSWER]}])
-    data = load_dataset(path, DataSettings(train=path), "sft", tokenizer)
+    data, _ = opened(tmp_path, [{"messages": [USER, ANSWER]}], "sft", tokenizer)
     assert learnt_text(data) == "In aisle 0.<|im_end|>"
 
 
-def test_answers_alone_are_learnt_where_the_template_has_no_generation_marks(tmp_path: Path) -> None:
-    """Megatron-Bridge#3359: without {% generation %} the whole conversation was learnt."""
-    row = {"messages": [USER, ANSWER, {"role": "user", "content": "And 1?"}, {"role": "assistant", "content": "In 1."}]}
-    data, _ = opened(tmp_path, [row], "sft", learn="assistant")
-    assert learnt_text(data) == "In aisle 0.<|im_end|>In 1.<|im_end|>"
+SYSTEM = {"role": "system", "content": "Short."}
+WRONG = ANSWER | {"content": "Wrong."}
 
 
-def test_what_follows_an_end_token_is_learnt_where_all_is(tmp_path: Path) -> None:
-    """Megatron-Bridge#5213: the first token behind a turn's end was lost, as if that end were padding."""
-    data, _ = opened(
-        tmp_path, [{"messages": [{"role": "system", "content": "Short."}, USER, ANSWER]}], "sft", learn="all"
-    )
-    text = learnt_text(data)
-    assert "<|im_end|>\n<|im_start|>user\nWhere is shelf 0?<|im_end|>\n<|im_start|>assistant\nIn aisle" in text
+@pytest.mark.parametrize(
+    "turns, learn, text",
+    [
+        # Megatron-Bridge#3359: without {% generation %} the whole conversation was learnt.
+        ([USER, ANSWER, USER, ANSWER], "assistant", "In aisle 0.<|im_end|>In aisle 0.<|im_end|>"),
+        # Megatron-Bridge#5213: the first token behind a turn's end was lost, as if that end were padding.
+        ([SYSTEM, USER, ANSWER], "all", "<|im_start|>system\nShort.<|im_end|>\n<|im_start|>user\n"
+         "Where is shelf 0?<|im_end|>\n<|im_start|>assistant\nIn aisle 0.<|im_end|>"),
+        # axolotl#1703, #1756: a wrong answer that was marked so was learnt.
+        *(([USER, WRONG | {name: False}, USER, ANSWER | {name: True}], "last", "In aisle 0.<|im_end|>")
+          for name in ("weight", "train", "loss_weight")),
+    ],
+)  # fmt: skip
+def test_what_is_learnt_of_a_chat(tmp_path: Path, turns: list[Any], learn: str, text: str) -> None:
+    data, _ = opened(tmp_path, [{"messages": turns}], "sft", learn=learn)
+    assert learnt_text(data) == text
 
 
 @pytest.mark.parametrize("limit", [56, 64])
@@ -438,8 +432,7 @@ def test_bos_stands_once_where_tokenizer_and_template_both_write_it(tmp_path: Pa
     tokenizer._tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{tokenizer.bos_token} $A", special_tokens=[(tokenizer.bos_token, bos)]
     )
-    path = write(tmp_path / "rows.jsonl", [PAIR])
-    data = load_dataset(path, DataSettings(train=path), "preference", tokenizer)
+    data, _ = opened(tmp_path, [PAIR], tokenizer=tokenizer)
     prompt = render_prompt(Encoder(tokenizer, DataSettings(train="-"), None), [{"role": "user", "content": "Shelf?"}])
     assert data[0].prompt_ids.tolist() == prompt.ids and prompt.ids.count(bos) == 1
 
@@ -456,35 +449,11 @@ def test_arguments_as_text_are_those_of_an_object(tmp_path: Path) -> None:
     assert ids[0] == ids[1]
 
 
-@pytest.mark.parametrize("name", ["weight", "train", "loss_weight"])
-def test_a_message_says_whether_it_is_learnt(tmp_path: Path, name: str) -> None:
-    """axolotl#1703, #1756: a wrong answer that was marked so was learnt."""
-    turns = [USER, ANSWER | {"content": "Wrong.", name: False}, USER, ANSWER | {name: True}]
-    data, _ = opened(tmp_path, [{"messages": turns}], "sft")
-    assert learnt_text(data) == "In aisle 0.<|im_end|>"
-
-
 def test_two_turns_of_one_speaker_are_both_read(tmp_path: Path) -> None:
     """LlamaFactory#2962: only strict alternation was taken."""
     turns = [("human", "Hi."), ("human", "Shelf?"), ("gpt", "Aisle 3.")]
     data, _ = opened(tmp_path, [{"conversations": [{"from": who, "value": text} for who, text in turns]}], "sft")
     assert "user\nHi.<|im_end|>\n<|im_start|>user\nShelf?<|im_end|>" in wrapped().decode(data[0].prompt_ids.tolist())
-
-
-def test_a_bare_list_of_messages_is_named(tmp_path: Path) -> None:
-    """LlamaFactory#8323: a file of lists ended in StopIteration, far from its cause."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps([USER, ANSWER]) + "\n")
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: "):
-        load_dataset(str(path), DataSettings(train=str(path)), "sft", wrapped())
-
-
-def test_a_system_prompt_of_messages_and_an_answer_by_the_user_are_named(tmp_path: Path) -> None:
-    """trl#2385: both were dropped or trained as they stood."""
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: .*'system'"):
-        opened(tmp_path, [PAIR | {"system": [{"role": "user", "content": "A clerk."}]}])
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: .*'rejected'"):
-        opened(tmp_path, [{"prompt": [USER], "chosen": [ANSWER], "rejected": [{"role": "user", "content": "No."}]}])
 
 
 def test_an_answer_to_a_run_ends_at_the_templates_end_of_turn(tmp_path: Path) -> None:
