@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 from hypothesis import example as hypothesis_example
 from hypothesis import given
@@ -30,6 +26,7 @@ from lib.data.order import prefetch
 from lib.data.tokenize import truncate
 from lib.data.tokenizer import Vocabulary
 from lib.errors import UserError
+from tests.tiny import write_jsonl as write
 
 CORPUS = ["What is 12 + 30?", "The answer is 42.", "Name a colour. Blue, or red.", "Hello there\n\nuser assistant"] * 9
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -95,20 +92,13 @@ def sentencepiece(template: str | None = None) -> PreTrainedTokenizerFast:
 PLAIN = byte_level(CORPUS)
 
 
-def write(path: Path, records: list[Any]) -> str:
-    lines = (record if isinstance(record, bytes) else json.dumps(record).encode() for record in records)
-    content = b"".join(line + b"\n" for line in lines)
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-    return str(path)
-
-
 @pytest.fixture
 def load(tmp_path):
     """load(records, kind, tokenizer, **settings) ➜ the data set, through a file."""
 
     def call(records: list[Any], kind: str = "preference", tokenizer: Any = PLAIN, **settings: Any) -> Dataset:
         vocab_size = settings.pop("vocab_size", None)
-        path = write(tmp_path / "data.jsonl", records)
+        path = str(write(tmp_path / "data.jsonl", records))
         eos = None if tokenizer is None else tokenizer.eos_token_id
         options = DataSettings(train=path, **settings)
         return load_dataset(path, options, kind, tokenizer, vocabulary=Vocabulary(eos, vocab_size))  # type: ignore[arg-type]
@@ -208,11 +198,7 @@ def test_a_sentencepiece_completion_begins_without_a_space_of_its_own(load):
         ({"prompt": PAIR["prompt"], "completion": PAIR["chosen"]}, {}, "prompt + completion"),
         ({"prompt": [USER], "completion": [GOOD]}, {}, "prompt + completion"),
         ({"messages": [USER, GOOD], "prompt": "ignored"}, {}, "messages"),
-        (
-            {"question": PAIR["prompt"], "answer": PAIR["chosen"]},
-            {"columns": {"prompt": "question", "completion": "answer"}},
-            "question + answer",
-        ),
+        ({"q": PAIR["prompt"], "a": PAIR["chosen"]}, {"columns": {"prompt": "q", "completion": "a"}}, "q + a"),
         (PAIR, {}, "chosen (preference records: the other completion is not used)"),
         ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}, "chosen (preference records"),
     ],
@@ -258,16 +244,12 @@ def test_every_file_format_gives_the_same_data(load, tmp_path, name):
     chat = [{"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}]
     for rows in (records, chat * 3):
         expected = load(rows, chat_template=False)
-        path = tmp_path / name
-        if path.suffix == ".parquet":
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([r | {"extra": 1.5} for r in rows]), path)
-        else:
-            write(path, rows)
-            content = path.read_bytes()
-            if name.startswith("crlf"):
-                path.write_bytes(content.replace(b"\n", b"\r\n") + b"\r\n\r\n")
-            if name.startswith("bom"):
-                path.write_bytes(b"\xef\xbb\xbf" + content)
+        is_table = name.endswith(".parquet")
+        path = write(tmp_path / name, [r | {"extra": 1.5} for r in rows] if is_table else rows)
+        if name.startswith("crlf"):
+            path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n") + b"\r\n\r\n")
+        if name.startswith("bom"):
+            path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
         settings = DataSettings(train=str(path), chat_template=False)
         dataset = load_dataset(str(path), settings, "preference", PLAIN, vocabulary=Vocabulary(1))
         assert dataset.digest == expected.digest and len(dataset) == len(rows)
@@ -276,11 +258,11 @@ def test_every_file_format_gives_the_same_data(load, tmp_path, name):
 def test_parquet_keeps_the_masks_and_figures_of_tokens(tmp_path):
     path, settings = tmp_path / "data.parquet", DataSettings(train=str(tmp_path / "data.parquet"))
     masked = {"prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "completion_mask": [0, 0, 1]}
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([masked]), path)
+    write(path, [masked])
     dataset = load_dataset(str(path), settings, "sft", None)
     assert dataset[0].stored[1].tolist() == [~7, ~8, 9]
     group = {"prompt_ids": [5], "completion_ids": [[7, 8], [9]], "rewards": [1.0, 0.5], "logps": [[-1.0, -2.0], [0.0]]}
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([group | {"completion_mask": [[0, 1], [1]]}]), path)
+    write(path, [group | {"completion_mask": [[0, 1], [1]]}])
     groups = load_groups(settings, Vocabulary(vocab_size=48))
     assert groups[0].stored[1].tolist() == [~7, 8] and groups[0].rewards.tolist()[0] == 1.0
     assert groups[0].sampling_logps[0].tolist() == [-1.0, -2.0]
@@ -294,8 +276,7 @@ def test_parquet_leaves_a_message_without_the_fields_it_lacks(load, tmp_path):
 
     tokenizer = TokenizerWrapper(byte_level(CORPUS), chat_template=render)
     rows = [{"messages": [USER, GOOD]}, {"messages": [USER | {"name": "x"}, GOOD]}]
-    path = tmp_path / "data.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    path = write(tmp_path / "data.parquet", rows)
     dataset = load_dataset(str(path), DataSettings(train=str(path)), "sft", tokenizer, vocabulary=Vocabulary(1))
     assert dataset.digest == load(rows, "sft", tokenizer).digest
     assert texts(dataset, tokenizer)[1] == "['content', 'role']The answer is 42.</s>"
@@ -363,63 +344,54 @@ def test_truncation_keeps_the_prompts_end_and_the_completions_beginning(limit, p
 # -------------------------------------------------------------------------------------------------- bad input
 
 
-BAD_RECORDS: list[tuple[Any, str, list[str]]] = [
-    (b'{"prompt": "a", "chosen": ', "preference", ["broken JSON at column 26: Expecting value"]),
-    (b'{"prompt": "\xff"}', "preference", ["not valid UTF-8: byte 0xff at column 13"]),
-    (
-        b'{"prompt": "a", "chosen": "b", "rejected": "c", "chosen": "d"}',
-        "preference",
-        ["key 'chosen' is there twice in one object; keep one"],
-    ),
-    (b'{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}', "sft", ["key 'role' is there twice"]),
-    ([PAIR], "preference", ["a list instead of a JSON object"]),  # LlamaFactory#8323: StopIteration
-    (PAIR | {"system": [USER]}, "preference", ["'system'"]),  # trl#2385: dropped
-    ({"prompt": [USER], "chosen": [GOOD], "rejected": [USER]}, "preference", ["'rejected'"]),  # trl#2385: trained
-    (
-        {"prompt": "a", "chosne": "b", "rejected": "c"},
-        "preference",
-        ["(columns: prompt, chosne", "data.columns={chosen: COLUMN"],
-    ),
-    ({"completion": "b", "instruction": "a"}, "sft", ["no column 'prompt'", "data.columns={prompt: COLUMN}"]),
-    (PAIR | {"prompt": 3}, "preference", ["column 'prompt' is a number"]),
-    (PAIR | {"chosen": None}, "preference", ["column 'chosen' is null"]),
-    (PAIR | {"prompt": []}, "preference", ["'prompt' is an empty list"]),
-    (PAIR | {"prompt": [USER, GOOD]}, "preference", ["the prompt ends with an assistant message"]),
-    (PAIR | {"prompt": [USER], "rejected": [GOOD]}, "preference", ["data.chat_template=FILE"]),
-    (PAIR | {"rejected": " \n"}, "preference", ["empty completion: 'rejected' is blank"]),
-    ({"prompt_ids": [], "chosen_ids": [5], "rejected_ids": [6, 7]}, "preference", ["one token and no prompt"]),
-    ({"messages": [GOOD]}, "sft", ["one message"]),
-    ({"messages": "hi"}, "sft", ["'messages' is a string"]),
-    ({"prompt": "x?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "preference", ["not in the conversation"]),
-    (
-        PAIR | {"chosen": [USER | {"content": "Else?"}, USER, GOOD]},
-        "preference",
-        ["'chosen' has 3 messages that do not begin with the prompt"],
-    ),
-    (PAIR | {"prompt": "word " * 99}, "preference", ["the prompt alone has", "data.max_length=64; raise it"]),
-    ({"prompt_ids": [1], "chosen_ids": [2]}, "preference", ["rejected_ids: Input should be a valid list, not None"]),
-    (
-        {"prompt_ids": [1], "completion_ids": [2, -1]},
-        "sft",
-        ["completion_ids[1]: Input should be greater than or equal to 0, not -1"],
-    ),
-    (
-        {"prompt_ids": [True], "completion_ids": [2]},
-        "sft",
-        ["prompt_ids[0]: Input should be a valid integer, not True"],
-    ),
-    ({"prompt_ids": [1], "completion_ids": []}, "sft", ["empty completion: 'completion_ids'"]),
-    ({"prompt_ids": [1], "completion_ids": [999]}, "sft", ["token id 999 is not below the vocabulary's size, 500"]),
-    ({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [2]}, "preference", ["the same tokens"]),
-    (
-        {"prompt_ids": [1] * 40, "chosen_ids": [2] * 64, "rejected_ids": [2] * 63},
-        "preference",
-        ["the same tokens, within data.max_length=64"],
-    ),
-]
+# What is wrong, and what the line says of it.
+BAD_RECORDS: dict[str, list[tuple[Any, ...]]] = {
+    "preference": [
+        (b'{"prompt": "a", "chosen": ', "broken JSON at column 26: Expecting value"),
+        (b'{"prompt": "\xff"}', "not valid UTF-8: byte 0xff at column 13"),
+        (b'{"prompt": "a", "chosen": "b", "chosen": "d"}', "key 'chosen' is there twice in one object; keep one"),
+        ([PAIR], "a list instead of a JSON object"),  # LlamaFactory#8323: StopIteration
+        (PAIR | {"system": [USER]}, "'system'"),  # trl#2385: dropped
+        ({"prompt": [USER], "chosen": [GOOD], "rejected": [USER]}, "'rejected'"),  # trl#2385: trained
+        ({"prompt": "a", "chosne": "b", "rejected": "c"}, "(columns: prompt, chosne", "data.columns={chosen: COLUMN"),
+        (PAIR | {"prompt": 3}, "column 'prompt' is a number"),
+        (PAIR | {"chosen": None}, "column 'chosen' is null"),
+        (PAIR | {"prompt": []}, "'prompt' is an empty list"),
+        (PAIR | {"prompt": [USER, GOOD]}, "the prompt ends with an assistant message"),
+        (PAIR | {"prompt": [USER], "rejected": [GOOD]}, "data.chat_template=FILE"),
+        (PAIR | {"rejected": " \n"}, "empty completion: 'rejected' is blank"),
+        ({"prompt_ids": [], "chosen_ids": [5], "rejected_ids": [6, 7]}, "one token and no prompt"),
+        ({"prompt": "x?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "not in the conversation"),
+        (
+            PAIR | {"chosen": [USER | {"content": "Else?"}, USER, GOOD]},
+            "'chosen' has 3 messages that do not begin with the prompt",
+        ),
+        (PAIR | {"prompt": "word " * 99}, "the prompt alone has", "data.max_length=64; raise it"),
+        ({"prompt_ids": [1], "chosen_ids": [2]}, "rejected_ids: Input should be a valid list, not None"),
+        ({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [2]}, "the same tokens"),
+        (
+            {"prompt_ids": [1] * 40, "chosen_ids": [2] * 64, "rejected_ids": [2] * 63},
+            "the same tokens, within data.max_length=64",
+        ),
+    ],
+    "sft": [
+        (b'{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}', "key 'role' is there twice"),
+        ({"completion": "b", "instruction": "a"}, "no column 'prompt'", "data.columns={prompt: COLUMN}"),
+        ({"messages": [GOOD]}, "one message"),
+        ({"messages": "hi"}, "'messages' is a string"),
+        (
+            {"prompt_ids": [1], "completion_ids": [2, -1]},
+            "completion_ids[1]: Input should be greater than or equal to 0, not -1",
+        ),
+        ({"prompt_ids": [True], "completion_ids": [2]}, "prompt_ids[0]: Input should be a valid integer, not True"),
+        ({"prompt_ids": [1], "completion_ids": []}, "empty completion: 'completion_ids'"),
+        ({"prompt_ids": [1], "completion_ids": [999]}, "token id 999 is not below the vocabulary's size, 500"),
+    ],
+}
+CASES = [(bad, kind, words) for kind, cases in BAD_RECORDS.items() for bad, *words in cases]
 
 
-@pytest.mark.parametrize("bad, kind, words", BAD_RECORDS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("bad, kind, words", CASES, ids=lambda value: str(value)[:40])
 def test_an_unusable_record_is_named_with_its_line_and_left_out_on_request(load, tmp_path, bad, kind, words):
     good: dict[str, Any] = PAIR if kind == "preference" else {"prompt": "Hello", "completion": "there"}
     records = [good, b"", good, bad, good, bad]
@@ -453,10 +425,9 @@ def test_a_template_that_refuses_or_reshapes_a_conversation_is_named(load):
 
 
 def read_error(path: Path | str, tokenizer: Any = PLAIN, **settings: Any) -> str:
+    options = DataSettings(train=str(path), **settings)
     with pytest.raises(UserError) as error:
-        load_dataset(
-            str(path), DataSettings(train=str(path), **settings), "preference", tokenizer, vocabulary=Vocabulary(1)
-        )
+        load_dataset(str(path), options, "preference", tokenizer, vocabulary=Vocabulary(1))
     assert "\n" not in str(error.value) and str(path) in str(error.value)
     return str(error.value)
 
@@ -467,14 +438,14 @@ def test_tables_and_lists_are_read_and_other_files_give_one_line(tmp_path):
     for name in ("rows.csv", "rows.json"):
         (row,) = record_files.read(str(tmp_path / name))
         assert row[1] == {"prompt": "a", "chosen": "b", "rejected": "c"}
-    whole = Path(write(tmp_path / "cut.jsonl.gz", [PAIR] * 300)).read_bytes()
+    whole = write(tmp_path / "cut.jsonl.gz", [PAIR] * 300).read_bytes()
     for content in (whole[:-4], whole[:50] + b"xxxx" + whole[54:]):
         (tmp_path / "cut.jsonl.gz").write_bytes(content)
         assert "gzip" in read_error(tmp_path / "cut.jsonl.gz")
 
 
 def test_text_needs_a_tokenizer_and_an_end_token(tmp_path):
-    path = write(tmp_path / "train.jsonl", [PAIR])
+    path = str(write(tmp_path / "train.jsonl", [PAIR]))
     assert "no tokenizer" in read_error(path, tokenizer=None)
     endless = byte_level(CORPUS)
     endless.eos_token = None

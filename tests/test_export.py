@@ -69,6 +69,13 @@ def export(run: TrainedRun, *words: str) -> tuple[int, Path]:
     return command.main([str(run.folder), *words]), run.folder / "export"
 
 
+def refused(run: Path, words: str, why: str, capsys: pytest.CaptureFixture[str], status: int = 2) -> None:
+    """The command ends with one line that says why."""
+    assert command.main([str(run), *words.split()]) == status
+    error = capsys.readouterr().err
+    assert why in error and error.count("\n") == 1, error
+
+
 def proof_of(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / command.FACTS).read_text())["proof"]
     return found
@@ -109,8 +116,7 @@ def test_what_four_bits_cannot_hold_is_not_written_in_four_bits(
     assert command.main([str(folder), "--to", "fused"]) == 1
     assert "what was learned would be lost; take --dequantize" in capsys.readouterr().err
     assert command.main([str(folder), "--to", "fused", "--dequantize", "--type", "f32"]) == 0
-    assert command.main([str(folder), "--to", "peft"]) == 2
-    assert "how PEFT names the experts of this family is not known" in capsys.readouterr().err
+    refused(folder, "--to peft", "how PEFT names the experts of this family is not known", capsys)
 
 
 def test_a_full_run_is_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,24 +124,17 @@ def test_a_full_run_is_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
     run = exported.run_of(tmp_path / "run", base, **{"model.method": "full"})
     assert command.main([str(run), "--to", "fused"]) == 0
     assert command.main([str(run), "--to", "gguf"]) == 0
-    assert command.main([str(run), "--to", "peft"]) == 2 and "method=full" in capsys.readouterr().err
+    capsys.readouterr()
+    refused(run, "--to peft", "method=full", capsys)
 
 
 # ---- PEFT's own files, recorded with peft 0.21
 
 
+LORA = {"model.rank": 2, "model.scale": 1.5, "model.keys": "[self_attn.q_proj,self_attn.v_proj,self_attn.o_proj]"}
 WANTED = {
-    "llama-lora": {
-        "model.rank": 2,
-        "model.scale": 1.5,
-        "model.keys": "[self_attn.q_proj,self_attn.v_proj,self_attn.o_proj]",
-    },
-    "llama-dora": {
-        "model.rank": 2,
-        "model.scale": 1.5,
-        "model.method": "dora",
-        "model.keys": "[self_attn.q_proj,self_attn.v_proj,self_attn.o_proj]",
-    },
+    "llama-lora": LORA,
+    "llama-dora": LORA | DORA,
     "llama-rslora": {"model.rank": 3, "model.scale": 3**0.5, "model.keys": "[self_attn.q_proj,mlp.down_proj]"},
     "llama-patterns": {
         "model.rank": 2,
@@ -207,9 +206,7 @@ def test_pefts_other_spellings_are_matched(spelling: tuple[str, str], tmp_path: 
     arrays = {name.replace(*spelling): array for name, array in mx.load(str(weights)).items()}
     mx.save_safetensors(str(weights), arrays)
     model = models.load(models.ModelSettings(path=str(exported.base_model(tmp_path / "base", "llama"))), 0)
-    plain, other = (
-        peft_adapters.read(folder, "model.adapter") for folder in (PEFT / "llama-lora", tmp_path / "adapter")
-    )
+    plain, other = (peft_adapters.read(path, "model.adapter") for path in (PEFT / "llama-lora", tmp_path / "adapter"))
     assert peft_adapters.with_names_of(model, other).arrays.keys() == plain.arrays.keys()
     weights.write_bytes(weights.read_bytes()[:40])
     with pytest.raises(UserError, match="cannot be read"):
@@ -259,28 +256,24 @@ def test_every_form_carries_the_template_and_the_end_of_turn_that_were_trained(
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     for form in ("mlx", "fused", "peft", "gguf", "ollama"):
         assert command.main([str(run), "--to", form]) == 0, form
-    folder = run / "export"
+    folder, cards = run / "export", {}
     for form in ("mlx", "fused", "peft"):
         assert (folder / form / "chat_template.jinja").read_text() == MINE
-        assert "chat template is that of training" in (folder / form / "README.md").read_text()
-    assert "    of the chat template that was trained: python -m lib.export RUN --to fused" in (
-        (folder / "mlx" / "README.md").read_text()
+        cards[form] = (folder / form / "README.md").read_text()
+        assert "chat template is that of training" in cards[form]
+    assert "    of the chat template that was trained: python -m lib.export RUN --to fused" in cards["mlx"]
+    assert "    mlx_lm.generate --model FOLDER --prompt ..." in cards["fused"]
+    generation, stored = (
+        json.loads((folder / "fused" / f"{name}_config.json").read_text()) for name in ("generation", "tokenizer")
     )
-    assert "    mlx_lm.generate --model FOLDER --prompt ..." in (folder / "fused" / "README.md").read_text()
-    fused = {
-        name: json.loads((folder / "fused" / f"{name}_config.json").read_text()) for name in ("generation", "tokenizer")
-    }
-    assert end in fused["generation"]["eos_token_id"] and fused["tokenizer"]["eos_token"] == "<|im_end|>"
+    assert end in generation["eos_token_id"] and stored["eos_token"] == "<|im_end|>"
     messages = [{"role": "user", "content": "Hi"}]
     text = load(folder / "fused").apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>user: Hi<|im_end|><|im_start|>assistant: "
     reader = GGUFReader(folder / "gguf" / "model.gguf")
     assert reader.get_field("tokenizer.chat_template").contents() == MINE
-    assert end in [
-        field.contents()
-        for name in ("eos", "eot")
-        if (field := reader.get_field(f"tokenizer.ggml.{name}_token_id")) is not None
-    ]
+    fields = [reader.get_field(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    assert end in [field.contents() for field in fields if field is not None]
     assert 'PARAMETER stop """<|im_end|>"""' in (folder / "ollama" / "Modelfile").read_text()
 
 
@@ -290,10 +283,8 @@ def test_the_end_of_turn_is_the_files_where_the_model_names_several_ends(
     """Phi's generation_config.json has <|assistant|> before <|end|>; llama.cpp ends answers at eos and eot alone."""
     from gguf import GGUFReader
 
-    run = with_tokenizer("microsoft-Phi-3.5-mini-instruct")
-    ids = chat_models.tokenizer_of("microsoft-Phi-3.5-mini-instruct").convert_tokens_to_ids(
-        ["<|assistant|>", "<|end|>"]
-    )
+    name = "microsoft-Phi-3.5-mini-instruct"
+    run, ids = with_tokenizer(name), chat_models.tokenizer_of(name).convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
     fuse.change_json(tmp_path / "base" / "generation_config.json", {"eos_token_id": ids})
     assert command.main([str(run), "--to", "gguf"]) == 0
     eot = GGUFReader(run / "export/gguf/model.gguf").get_field("tokenizer.ggml.eot_token_id")
@@ -309,9 +300,8 @@ def test_an_exported_template_renders_without_arguments_as_the_run_did(
     run = with_tokenizer("Qwen-Qwen3-0.6B")
     assert command.main([str(run), "--to", "fused"]) == 0
     tokenizer = AutoTokenizer.from_pretrained(run / "export/fused")
-    asked: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
-    texts = [tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], **asked)]
-    texts.append(tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], **asked, enable_thinking=True))
+    asked: dict[str, Any] = {"conversation": [{"role": "user", "content": "Hi"}], "add_generation_prompt": True}
+    texts = [tokenizer.apply_chat_template(**asked, tokenize=False, **own) for own in ({}, {"enable_thinking": True})]
     assert [text.partition("assistant\n")[2] for text in texts] == ["<think>\n\n</think>\n\n", ""]
 
 
@@ -340,8 +330,8 @@ def test_types_round_the_weights_and_nothing_else(tmp_path: Path, capsys: pytest
         assert tensors["blk.0.attn_q.weight"].tensor_type.name == kind.upper()
         assert tensors["blk.0.attn_norm.weight"].tensor_type.name == "F32"
     assert moved["f32"] < 1e-4 < moved["f16"] < moved["bf16"], moved
-    assert command.main([str(run), "--to", "gguf", "--dequantize", "--out", str(tmp_path / "x")]) == 2
-    assert "--type q8_0" in capsys.readouterr().err
+    capsys.readouterr()
+    refused(run, f"--to gguf --dequantize --out {tmp_path}/x", "--type q8_0", capsys)
 
 
 @pytest.mark.parametrize(
@@ -356,19 +346,12 @@ def test_types_round_the_weights_and_nothing_else(tmp_path: Path, capsys: pytest
     ],
 )  # fmt: skip
 def test_what_gguf_cannot_say_is_refused_before_a_weight_is_written(
-    changes: dict[str, Any],
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setitem(exported.FAMILIES, "changed", changes)
-    run = exported.run_of(
-        tmp_path / "run", exported.base_model(tmp_path / "base", "changed"), **{"model.keys": "[self_attn.q_proj]"}
-    )
-    assert command.main([str(run), "--to", "gguf"]) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1, error
+    base = exported.base_model(tmp_path / "base", "changed")
+    run = exported.run_of(tmp_path / "run", base, **{"model.keys": "[self_attn.q_proj]"})
+    refused(run, "--to gguf", words, capsys)
     assert not (run / "export").exists()
 
 
@@ -423,9 +406,7 @@ def test_the_shape_of_a_chat_template_renders_as_the_models_own(name: str) -> No
 def test_a_template_without_a_shape_is_refused(
     template: str, words: str, with_tokenizer: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.main([str(with_tokenizer("Qwen-Qwen3-0.6B", template)), "--to", "ollama"]) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1, error
+    refused(with_tokenizer("Qwen-Qwen3-0.6B", template), "--to ollama", words, capsys)
 
 
 # ---- The command
@@ -442,8 +423,7 @@ def test_an_export_is_whole_and_says_what_it_is(run: TrainedRun, capsys: pytest.
     assert json.loads(out.splitlines()[-1])["proof"] == facts["proof"]
     assert [path.name for path in folder.iterdir()] == ["fused"]
     assert not list((folder / "fused").glob("torn*"))
-    assert export(run, "--to", "fused")[0] == 2
-    assert "exists already; give another folder by --out" in capsys.readouterr().err
+    refused(run.folder, "--to fused", "exists already; give another folder by --out", capsys)
 
 
 def test_a_wrong_export_is_not_written(
@@ -473,18 +453,13 @@ def test_a_wrong_export_is_not_written(
     ],
 )
 def test_wrong_input_is_one_line(words: str, message: str, run: TrainedRun, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main([str(run.folder), *words.split()]) == 2
-    error = capsys.readouterr().err
-    assert message in error and len(error.splitlines()) == 1
+    refused(run.folder, words, message, capsys)
     assert not (run.folder / "export").exists()
 
 
 def test_a_base_that_nobody_has_is_exported_whole_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = tiny.settings(tmp_path, **{"run.name": "r", "train.steps": 3, "checkpoint.every": 1, "evaluate.every": 1})
-    tiny.train(tmp_path, words)
-    run = tmp_path / "runs" / "r"
-    assert command.main([str(run), "--to", "mlx"]) == 2
-    assert "take --to fused" in capsys.readouterr().err
+    run = tiny.run(tmp_path, train__steps=3, checkpoint__every=1, evaluate__every=1)
+    refused(run, "--to mlx", "take --to fused", capsys)
     digests = []
     for which in ("1", "last", "best", "final"):
         assert command.main([str(run), "--to", "fused", "--checkpoint", which, "--out", str(tmp_path / which)]) == 0
@@ -551,15 +526,7 @@ def test_an_export_is_pushed_whole_with_its_card(
     ],
 )
 def test_what_the_hub_refuses_is_one_line(
-    call: str,
-    error: Exception,
-    status: int,
-    words: str,
-    hub: MagicMock,
-    written_before: Path,
-    capsys: pytest.CaptureFixture[str],
+    call: str, error: Exception, status: int, words: str, hub: MagicMock, written_before: Path, capsys: Any
 ) -> None:
     getattr(hub, call).side_effect = error
-    assert command.main([str(written_before), "--push", "ann/model"]) == status
-    printed = capsys.readouterr().err
-    assert words in printed and printed.count("\n") == 1, printed
+    refused(written_before, "--push ann/model", words, capsys, status)
