@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,9 +108,8 @@ def test_labelled_answers_are_recognised(case: dict[str, Any]) -> None:
         assert chat.label is label and chat.columns == case["columns"]
         assert chat.prompt == ASKED and chat.completions == ([assistant("The Rhine.")],)
     for value in (2, "yes", [], -1):
-        assert f"column {column!r} is {json.dumps(value)}, not true or false" in reason(
-            record | {column: value}, "unpaired"
-        )
+        said = f"column {column!r} is {json.dumps(value)}, not true or false"
+        assert said in reason(record | {column: value}, "unpaired")
     assert "label" in reason({k: v for k, v in record.items() if k != column}, "unpaired")
     # With another loss the label would be lost, and that is said.
     assert f"column '{column}' would be lost" in reason(record, "sft")
@@ -136,6 +136,10 @@ def test_the_direction_of_a_preference_decides_which_is_chosen(record: dict[str,
     assert as_chat(read(record | change)).completions == (rejected, chosen)
 
 
+ONE_ANSWER = PAIRS["UltraFeedback"] | {"completions": PAIRS["UltraFeedback"]["completions"][:1]}
+NO_RANKS = {"prompt": "a", "answers": [{"answer": "b", "rank": math.nan}, {"answer": "c", "rank": 1}]}
+
+
 @pytest.mark.parametrize(
     "record, words",
     [
@@ -143,14 +147,8 @@ def test_the_direction_of_a_preference_decides_which_is_chosen(record: dict[str,
         (PAIRS["HelpSteer3"] | {"overall_preference": "1"}, "'overall_preference' is '1', which prefers"),
         (PAIRS["SHP"] | {"labels": 2}, "'labels' is 2, which prefers neither"),
         (PAIRS["PKU-SafeRLHF"] | {"better_response_id": -1}, "'better_response_id' is -1"),
-        (
-            PAIRS["UltraFeedback"] | {"completions": PAIRS["UltraFeedback"]["completions"][:1]},
-            "'completions' has no two answers with another overall_score",
-        ),
-        (
-            {"prompt": "a", "answers": [{"answer": "b", "rank": math.nan}, {"answer": "c", "rank": 1}]},
-            "'answers' has no two answers with another rank",
-        ),
+        (ONE_ANSWER, "'completions' has no two answers with another overall_score"),
+        (NO_RANKS, "'answers' has no two answers with another rank"),
         (PAIRS["Nectar"] | {"answers": []}, "'answers' has no two answers"),
         (PAIRS["Alpaca pairs"] | {"input": 3}, "'input' is a number, not a string"),
         (PAIRS["orca_dpo_pairs"] | {"system": ["a"]}, "'system' is a list, not a string"),
@@ -183,32 +181,25 @@ def test_a_record_without_a_preference_says_why(record: dict[str, Any], words: s
     ],
 )
 def test_a_column_that_would_be_lost_stops_the_run(record: dict[str, Any], kind: RecordKind, column: str) -> None:
-    assert f"column {column!r} would be lost" in reason(record, kind) and f"data.ignore=[{column}]" in reason(
-        record, kind
-    )
+    said = reason(record, kind)
+    assert f"column {column!r} would be lost" in said and f"data.ignore=[{column}]" in said
     without = {name: value for name, value in record.items() if name != column}
     assert read(record, kind, ignore=[column]) == read(without, kind)
     for nothing in (None, "", " \n", [], {}):
-        empty = {
-            name: value for name, value in read(record | {column: nothing}, kind).__dict__.items() if name != "columns"
-        }
-        assert empty == {name: value for name, value in read(without, kind).__dict__.items() if name != "columns"}
+        assert replace(read(record | {column: nothing}, kind), columns="") == replace(read(without, kind), columns="")
 
 
 def test_a_named_column_wins_over_every_format() -> None:
     record = ALPACA | {"question": "Which?", "answer": "This."}
-    assert read(record, "sft", columns={"prompt": "question", "completion": "answer"}, ignore=["input"]) == Plain(
-        "Which?", ("This.",), "question + answer"
-    )
+    named = read(record, "sft", columns={"prompt": "question", "completion": "answer"}, ignore=["input"])
+    assert named == Plain("Which?", ("This.",), "question + answer")
     # The text of a transcript stays a text.
     parsed = read({"ask": "\n\nHuman: a\n\nAssistant:", "chosen": "b", "rejected": "c"}, columns={"prompt": "ask"})
     assert isinstance(parsed, Plain) and parsed.prompt == "\n\nHuman: a\n\nAssistant:"
     system_prompt = {"prompt": "a", "completion": "b", "system_prompt": "Be brief."}
     assert "set data.columns={system: system_prompt}, or" in reason(system_prompt, "sft")
-    assert as_chat(read(system_prompt, "sft", columns={"system": "system_prompt"})).prompt == [
-        system("Be brief."),
-        user("a"),
-    ]
+    as_system = as_chat(read(system_prompt, "sft", columns={"system": "system_prompt"}))
+    assert as_system.prompt == [system("Be brief."), user("a")]
 
 
 def test_two_system_prompts_have_to_agree() -> None:
@@ -283,43 +274,38 @@ def test_a_completion_may_be_several_messages() -> None:
     chat = as_chat(read({"prompt": "The weather?", "completion": steps, "tools": [WEATHER]}, "sft"))
     assert chat.prompt == [user("The weather?")] and chat.completions == (steps,)
     assert chat.learnt == ((True, False, True),) and chat.tools == [WEATHER]
-    assert "'weight' of a message is for SFT" in reason(
-        {"prompt": [user("a", weight=1)], "chosen": "b", "rejected": "c"}
-    )
+    weighted = {"prompt": [user("a", weight=1)], "chosen": "b", "rejected": "c"}
+    assert "'weight' of a message is for SFT" in reason(weighted)
 
 
 # ---- Messages and tools
 
 
 def test_messages_in_every_spelling_become_the_same() -> None:
-    expected = as_chat(read(OPENAI, "sft"))
+    expected, messages = as_chat(read(OPENAI, "sft")), OPENAI["messages"]
+    parts = [{"content": [{"type": "text", "text": m["content"]}]} if m.get("content") else {} for m in messages]
     spellings = [
-        OPENAI | {"messages": [m | {"content": m.get("content")} for m in OPENAI["messages"]]},
-        OPENAI | {"messages": [m | {"name": None, "function_call": None} for m in OPENAI["messages"]]},
-        OPENAI
-        | {
-            "messages": [
-                m
-                if not isinstance(m.get("content"), str)
-                else m | {"content": [{"type": "text", "text": m["content"]}]}
-                for m in OPENAI["messages"]
-            ]
-        },
-        OPENAI | {"tools": json.dumps([WEATHER])},
-        OPENAI | {"tools": [json.dumps(WEATHER)]},
-        OPENAI | {"tools": [WEATHER["function"]]},
+        {"messages": [m | {"content": m.get("content")} for m in messages]},
+        {"messages": [m | {"name": None, "function_call": None} for m in messages]},
+        {"messages": [m | part for m, part in zip(messages, parts, strict=True)]},
+        {"tools": json.dumps([WEATHER])},
+        {"tools": [json.dumps(WEATHER)]},
+        {"tools": [WEATHER["function"]]},
     ]
-    for record in spellings:
-        chat = as_chat(read(record, "sft"))
+    for change in spellings:
+        chat = as_chat(read(OPENAI | change, "sft"))
         assert (chat.prompt, chat.completions, chat.tools) == (expected.prompt, expected.completions, expected.tools)
     older = {"role": "assistant", "function_call": {"name": "weather", "arguments": '{"town": "Bonn"}'}}
-    chat = as_chat(
-        read(
-            {"messages": [user("a"), older, {"role": "function", "name": "weather", "content": "x"}, assistant("b")]},
-            "sft",
-        )
-    )
+    result = {"role": "function", "name": "weather", "content": "x"}
+    chat = as_chat(read({"messages": [user("a"), older, result, assistant("b")]}, "sft"))
     assert chat.prompt[1] == assistant(None, tool_calls=[BARE_CALL]) and chat.prompt[2]["role"] == "tool"
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "x"}}
+
+
+def calling(call: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [user("a"), assistant(None, tool_calls=[call])]}
 
 
 @pytest.mark.parametrize(
@@ -329,16 +315,10 @@ def test_messages_in_every_spelling_become_the_same() -> None:
         ({"tools": {"name": "f"}}, "tools is an object, not a list of tools"),
         ({"tools": [{"type": "web_search"}]}, "tools[0] has no function with a name"),
         ({"tools": [{"name": "f", "description": "\ud800"}]}, "'tools' has half a surrogate pair"),
+        (calling({"name": "f", "arguments": {"a": "\ud800"}}), "'messages[1].tool_calls' has half a surrogate pair"),
+        (calling({"function": {"name": "f", "arguments": "{"}}), "arguments is a string that is not JSON"),
         (
-            {"messages": [user("a"), assistant(None, tool_calls=[{"name": "f", "arguments": {"a": "\ud800"}}])]},
-            "'messages[1].tool_calls' has half a surrogate pair",
-        ),
-        (
-            {"messages": [user("a"), assistant(None, tool_calls=[{"function": {"name": "f", "arguments": "{"}}])]},
-            "arguments is a string that is not JSON",
-        ),
-        (
-            {"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}]), assistant("b")]},
+            {"messages": [user([PICTURE]), assistant("b")]},
             "messages[0].content[0] is of type 'image_url', and only text",
         ),
         ({"chat_template_kwargs": 3}, "'chat_template_kwargs' is a number, not an object"),
@@ -357,15 +337,15 @@ def test_an_unknown_speaker_is_named() -> None:
 
 
 def test_a_row_has_template_arguments_of_its_own() -> None:
-    record = {
-        "messages": [user("a"), assistant("b")],
-        "chat_template_kwargs": {"enable_thinking": False, "other": None},
-    }
+    own = {"enable_thinking": False, "other": None}
+    record = {"messages": [user("a"), assistant("b")], "chat_template_kwargs": own}
     assert as_chat(read(record, "sft")).template_arguments == {"enable_thinking": False}
     assert as_chat(read(record, "sft", ignore=["chat_template_kwargs"])).template_arguments == {}
 
 
 # ---- Duplicates
+
+WEIGHTED = assistant("b", weight=0)
 
 
 def test_rows_are_the_same_only_where_all_that_is_trained_is() -> None:
@@ -379,7 +359,7 @@ def test_rows_are_the_same_only_where_all_that_is_trained_is() -> None:
         (base, {"learn": "all"}),
         ({"messages": [user("a"), *[assistant("b"), user("c")] * 2, assistant("d")]}, {"learn": "assistant"}),
         (
-            {"messages": [user("a"), assistant("b"), user("c"), assistant("b", weight=0), user("c"), assistant("d")]},
+            {"messages": [user("a"), assistant("b"), user("c"), WEIGHTED, user("c"), assistant("d")]},
             {"learn": "assistant"},
         ),
         ({"messages": [user("a"), assistant("b", tool_calls=[BARE_CALL]), RESULT, assistant("d")]}, {}),
@@ -401,18 +381,10 @@ def test_rows_are_the_same_only_where_all_that_is_trained_is() -> None:
 @pytest.mark.parametrize(
     "record, kind, words",
     [
-        (
-            {"conversations": [{"from": "human", "value": "a"}]},
-            "preference",
-            "ShareGPT has one answer a record, not a pair: train.loss=sft",
-        ),
+        ({"conversations": []}, "preference", "ShareGPT has one answer a record, not a pair: train.loss=sft"),
         ({"mesages": [user("a")]}, "sft", "no column 'completion' or 'messages' or 'text'"),
         ({"convos": 1}, "sft", "name yours with data.columns={completion: COLUMN, prompt: COLUMN}"),
-        (
-            {"question": "a", "better": "b", "worse": "c"},
-            "preference",
-            "name yours with data.columns={chosen: COLUMN, rejected: COLUMN, prompt: COLUMN}",
-        ),
+        ({"ask": "a"}, "preference", "name yours with data.columns={chosen: COLUMN, rejected: COLUMN, prompt: COLUMN}"),
         ({"prompt": "a", "completion": "b", "labl": True}, "unpaired", "name yours with data.columns={label: COLUMN}"),
     ],
 )
