@@ -21,9 +21,8 @@ from mlx_lm.utils import save_model
 from lib.config.settings import ModelSettings
 from lib.errors import UserError
 from lib.export import fuse, gguf
-from lib.model import adapter_files, adapters, partition, peft_adapters, pipeline_stage, token_stream
-from lib.model import load as load_module
-from tests.tiny import ROOT
+from lib.model import adapter_files, partition, peft_adapters, pipeline_stage, token_stream
+from tests.tiny import ROOT, moved
 
 YES, NO, REFUSED = "✓", "–", "|{}|refused|"
 
@@ -287,13 +286,7 @@ def stored(folder: Path, family: str) -> Path:
 
 def build(path: Path, spread: float = 0.1) -> nn.Module:
     """The model with an adapter on every layer that takes one, moved at random."""
-    settings = ModelSettings(path=str(path))
-    model = load_module.load(settings, 0)
-    adapters.make_trainable(model, settings, 0)
-    mx.random.seed(1)
-    trained = adapter_files.trainable(model).items()
-    model.update(tree_unflatten([(name, a + spread * mx.random.normal(a.shape)) for name, a in trained]))
-    return model.train()
+    return moved(ModelSettings(path=str(path)), spread)
 
 
 def stages(path: Path) -> list[nn.Module] | None:

@@ -35,21 +35,11 @@ from lib.system.out_of_memory import Limit
 from lib.training.divided_world import pipelined
 from lib.training.pipelined_step import PipelinedStep, StagePace
 from lib.training.step import Step, arrays_beside
-from tests import exported, families
+from tests import exported, families, tiny
 from tests.test_forward import plain_logps
 
-COMMON = [
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_5",
-    "gemma3_text",
-    "gemma4_text",
-    "gpt_oss",
-    "phi3",
-    "deepseek_v3",
-]
+COMMON = ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "gemma3_text", "gemma4_text", "gpt_oss", "phi3"]
+COMMON += ["deepseek_v3"]
 EVERY = [pytest.param(n, marks=() if n in COMMON else pytest.mark.long) for n in families.names() if n != "olmo"]
 CANNOT = {"bitnet": "adapter", "deepseek_v41": "VJP", "muse_spark": "Metal", "phi3small": "later", "olmo": "load"}
 NOT_IN_MLX = {"afm7"}  # mlx-lm's own loading of adapters fails
@@ -76,12 +66,7 @@ def error(found: dict[str, mx.array], wanted: dict[str, mx.array]) -> float:
 
 
 def pairs(seed: int = 3) -> list[Example]:
-    draw = np.random.default_rng(seed)
-
-    def ids(low: int, high: int) -> np.ndarray:
-        return draw.integers(2, 48, draw.integers(low, high)).astype(np.int32)
-
-    return [Example(i, ids(14, 20), (ids(2, 12), ids(4, 9))) for i in range(3)]
+    return tiny.examples(3, prompt=(14, 20), each=(2, 12), seed=seed)
 
 
 def plain_loss(model: nn.Module, examples: list[Example], reference: mx.array) -> mx.array:

@@ -14,13 +14,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 
 from lib.config import settings
 from lib.data.batch import Batch, collate
 from lib.data.dataset import Example
-from lib.model import adapter_files, adapters, lora, patches, token_stream
+from lib.model import adapters, lora, patches, token_stream
 from lib.model import load as load_module
 from lib.model import logps as logps_module
 from lib.model.checkpointing import checkpoint_blocks
@@ -37,26 +37,12 @@ FAMILIES = {
 def load(folder: Path, family: str, **changes: Any) -> nn.Module:
     """A tiny model of the family whose trained parameters are not at a symmetric point."""
     path = model_folder(folder / f"{family}-{len(changes)}", model_type=family, **FAMILIES[family])
-    model_settings = settings.ModelSettings(path=str(path), random_init=True, **changes)
-    model = load_module.load(model_settings, 0)
-    adapters.make_trainable(model, model_settings, 0)
-    mx.random.seed(1)
-    model.update(
-        tree_unflatten(
-            [(name, a + 0.2 * mx.random.normal(a.shape)) for name, a in adapter_files.trainable(model).items()]
-        )
-    )
-    return model.train()
+    return tiny.moved(settings.ModelSettings(path=str(path), random_init=True, **changes), 0.2)
 
 
 def draw(seed: int, count: int, completions: int = 2, shortest_prompt: int = 0) -> list[Example]:
-    random = np.random.default_rng(seed)
-
-    def ids(low: int, high: int) -> np.ndarray:
-        return random.integers(2, VOCABULARY, random.integers(low, high)).astype(np.int32)
-
     # Two tokens at least: the only token of a text without a prompt cannot be scored.
-    return [Example(i, ids(shortest_prompt, 20), tuple(ids(2, 12) for _ in range(completions))) for i in range(count)]
+    return tiny.examples(count, completions, (shortest_prompt, 20), (2, 12), seed)
 
 
 def plain_logps(model: nn.Module, examples: list[Example]) -> mx.array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 from lib.config.settings import Config, SyncSettings, TrainSettings
-from lib.data.batch import Batch, collate
-from lib.data.dataset import Example
+from lib.data.batch import collate
 from lib.distributed.links import Links
 from lib.distributed.world import World
 from lib.evaluate import command, score_file
@@ -60,15 +58,7 @@ def cut(world: World, model: nn.Module, blocks: Sequence[int]) -> PipelinedWorld
 def batches(completions: int) -> list[MicroBatch]:
     """Micro-batches of ragged sizes and lengths, each with its reference."""
     draw = np.random.default_rng(3)
-
-    def ids(low: int, high: int) -> np.ndarray:
-        return draw.integers(2, 48, draw.integers(low, high)).astype(np.int32)
-
-    def batch(count: int) -> Batch:
-        rows = [Example(i, ids(1, 9), tuple(ids(2, 8) for _ in range(completions))) for i in range(count)]
-        return collate(rows, 4, True)
-
-    made = [batch(count) for count in (3, 1, 2, 2)]
+    made = [collate(tiny.examples(count, completions, seed=draw), 4, True) for count in (3, 1, 2, 2)]
     return [(one, draw.normal(-20, 3, (len(one.rows), completions)).astype(np.float32)) for one in made]
 
 
@@ -98,8 +88,7 @@ def assert_equals_whole(
 
     checkpointed: gradient checkpointing is turned on once the model is in stages.
     """
-    whole, _ = build(path, **changes)
-    model, _ = build(path, **changes)
+    whole, model = build(path, **changes), build(path, **changes)
     together = cut(world, model, cuts)
     if checkpointed:
         checkpointing.checkpoint_blocks(model)
@@ -211,7 +200,7 @@ def assert_scored_as_on_one_rank(world: World, folder: Path, settings: Config, r
         own = settings.model_copy(update={"strategy": strategy, "evaluate": judged})
         command.in_bulk(score_file.StoredModel(own, run), options, ranks, Terminal(silent=True))
         world.gather_text("written")
-        lines.append([json.loads(line) for line in out.read_text().splitlines()])
+        lines.append(tiny.read_jsonl(out))
     stages, alone = lines
     assert len(stages) == len(alone) and (len(alone) == 8 or (kind == "pairs" and alone))
     if kind != "rewards":

@@ -128,15 +128,15 @@ def test_shares_without_curves() -> None:
     assert given.halved([0]).micro_batch_sizes[0] == (2,) * 5 and given.halved([0]).shares == [10, 6]
 
 
+LARGE = [BatchCurve.from_rates(RATES, {1: 9 * GB, 8: 10 * GB}, 9 * GB)] * 2
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"shares": [8]}, "plan.shares [8] has 1 numbers, but there are 2 ranks"),
         ({"micro_batch_sizes": [8]}, "plan.micro_batch_sizes [8] has 1 numbers"),
-        (
-            {"curves": [BatchCurve.from_rates(RATES, {1: 9 * GB, 8: 10 * GB}, 9 * GB)] * 2},
-            "host host0: one pair needs 9.00 GB, but it has 9.00 GB less 10% headroom",
-        ),
+        ({"curves": LARGE}, "host host0: one pair needs 9.00 GB, but it has 9.00 GB less 10% headroom"),
     ],
 )
 def test_wrong_input_is_one_clear_line(options: dict[str, Any], text: str) -> None:
@@ -275,7 +275,7 @@ def test_what_a_run_will_take() -> None:
     host = RankHost("a", None, "NVIDIA H200", "cuda", published["h200"].gflops, 140 * GB)
     plan = planned([host], memory=MEMORY, published=list(published.values()))
     assert plan.basis.step_seconds == pytest.approx(32 / 10.9, rel=0.25) and memory_text(plan).endswith("of 140 GB")
-    hosts = [RankHost(name, None, None, "metal", 1e4, 14 * GB) for name in "ab"]
+    hosts = hosts_of([14, 14], [1e4, 1e4], "metal")
     assert memory_text(planned(hosts, shape=SHAPE, memory=MEMORY)).endswith("of 14 GB")
 
 
@@ -340,11 +340,15 @@ def test_merges_cost_one_percent_and_come_as_often_as_that_allows(steps: int, me
 # ---- Sharded and pipelined
 
 
-def sharded(memory_gb: list[float | None], gflops: list[float | None], *words: str, chip: str = "") -> ClusterPlan:
-    hosts = [
-        RankHost(f"host{i}", None, chip or None, "cuda" if chip else "cpu", rate, size and int(size * GB))
+def hosts_of(memory_gb: Sequence[Any], gflops: Sequence[Any], device: Any, chip: str | None = None) -> list[RankHost]:
+    return [
+        RankHost(f"host{i}", None, chip, device, rate, size and int(size * GB))
         for i, (size, rate) in enumerate(zip(memory_gb, gflops, strict=True))
     ]
+
+
+def sharded(memory_gb: list[float | None], gflops: list[float | None], *words: str, chip: str = "") -> ClusterPlan:
+    hosts = hosts_of(memory_gb, gflops, "cuda" if chip else "cpu", chip or None)
     return planned(hosts, "strategy=sharded", *words, shape=SHAPE)
 
 
@@ -365,12 +369,7 @@ def test_a_model_is_divided_by_speed_as_far_as_memory_allows() -> None:
 
 
 def pipelined(memory_gb: list[float], gflops: list[float], *words: str, **more: Any) -> ClusterPlan:
-    hosts = [
-        RankHost(f"host{i}", None, None, "metal", rate, int(size * GB))
-        for i, (size, rate) in enumerate(zip(memory_gb, gflops, strict=True))
-    ]
-    more = {"memory": MEMORY, **more}
-    return planned(hosts, "strategy=pipelined", *words, **more)
+    return planned(hosts_of(memory_gb, gflops, "metal"), "strategy=pipelined", *words, **{"memory": MEMORY, **more})
 
 
 def test_a_pipelined_plan() -> None:
@@ -404,15 +403,12 @@ def test_a_head_is_work_of_the_last_stage_by_curves_and_by_rates() -> None:
 
 
 def test_auto_takes_the_faster_way_and_shows_both() -> None:
-    hosts = [RankHost(name, None, None, "metal", 1e4, 14 * GB) for name in "ab"]
-    plan = planned(hosts, shape=SHAPE, memory=MEMORY)
-    assert plan.strategy == "pipelined" and "because host a" in plan.reason
+    plan = planned(hosts_of([14, 14], [1e4, 1e4], "metal"), shape=SHAPE, memory=MEMORY)
+    assert plan.strategy == "pipelined" and "because host host0" in plan.reason
     assert [way.strategy.partition(",")[0] for way in plan.predictions[:2]] == ["pipelined", "sharded"]
-    experts = {**LLAMA_8B, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024}
-    shape = model_shape_of({**experts, "model_type": "qwen3_moe"})
-    memory = replace(MEMORY, shape=shape)
-    sparse = planned(hosts, "strategy=pipelined", memory=memory)
-    assert sum(sparse.blocks) == 32
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024}
+    memory = replace(MEMORY, shape=model_shape_of({**LLAMA_8B, **experts}))
+    assert sum(pipelined([14, 14], [1e4, 1e4], memory=memory).blocks) == 32
 
 
 # ---- Warnings
@@ -432,8 +428,7 @@ def test_warnings_of_likely_mistakes() -> None:
     assert "no calibration of a, b" in warned(some=[None, None])
     assert "learning_rate_scaling=sqrt" in warned("train.learning_rate_batch_size=8")
     assert "beyond what adamw can train with" in warned("train.learning_rate=0.1")
-    large = [RankHost(name, None, None, "metal", 1e3, 200 * GB) for name in "ab"]
-    needless = {"some": large, "shape": SHAPE, "memory": MEMORY}
+    needless = {"some": hosts_of([200, 200], [1e3, 1e3], "metal"), "shape": SHAPE, "memory": MEMORY}
     for strategy in ("sharded", "pipelined"):
         assert "replicas do not: strategy=auto" in warned(f"strategy={strategy}", **needless)
     assert "no host of this run is called m4" in warned("plan.memory_limit_gb={m4: 3}")
@@ -452,16 +447,9 @@ def test_which_machine_for_which_model(tmp_path: Path, capsys: pytest.CaptureFix
         assert len(lines) == 5 and "take: " in lines[-2]
         return str(json.loads(lines[-1])["machine"])
 
-    taken = {size: machine("--model", size) for size in ("8B", "30B", "70B-4bit", "70B", "120B", "200B", "1000B")}
-    assert taken == {
-        "8B": "m4-max",
-        "30B": "m4-max",
-        "70B-4bit": "m4-max",
-        "70B": "m3-ultra",
-        "120B": "m3-ultra",
-        "200B": "distributed",
-        "1000B": "None",
-    }
+    wanted = {"8B": "m4-max", "30B": "m4-max", "70B-4bit": "m4-max", "70B": "m3-ultra", "120B": "m3-ultra"}
+    wanted |= {"200B": "distributed", "1000B": "None"}
+    assert {size: machine("--model", size) for size in wanted} == wanted
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert machine("--model", str(tmp_path)) == "m4-max"
     for words, text in ((["--model", "nothing"], "neither a folder"), (["--model", "8B", "--hosts", "x"], "known are")):

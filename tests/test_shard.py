@@ -20,14 +20,12 @@ from mlx_lm.utils import quantize_model, save_model
 import train as script
 from lib.config import load
 from lib.config.settings import Config, ModelSettings, TrainSettings
-from lib.data.batch import Batch, collate
-from lib.data.dataset import Example
+from lib.data.batch import collate
 from lib.distributed import world as world_module
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command, score_file
 from lib.model import adapter_files, partition, tensor_parallel, token_stream
-from lib.model import adapters as adapters_module
 from lib.model import load as load_module
 from lib.model import logps as logps_module
 from lib.system.terminal import Terminal
@@ -46,24 +44,13 @@ WEIGHTS = {2: [(1, 1), (1, 3)], 3: [(1, 1, 2), (5, 2, 3)]}
 UNEVEN = {2: (1, 3), 3: (5, 2, 3)}
 
 
-def build(path: Path, seed: int = 0, **changes: Any) -> tuple[nn.Module, ModelSettings]:
-    """A model made trainable, whose trained parameters are not at a symmetric point; the same on every rank."""
-    settings = ModelSettings(path=str(path), **{"random_init": True, "rank": 3, **changes})
-    model = load_module.load(settings, seed, lazy=True)
-    adapters_module.make_trainable(model, settings, seed)
-    mx.random.seed(1)
-    model.update(
-        tree_unflatten(
-            [(name, a + 0.1 * mx.random.normal(a.shape)) for name, a in adapter_files.trainable(model).items()]
-        )
-    )
-    return model.train(), settings
+def build(path: Path, seed: int = 0, **changes: Any) -> nn.Module:
+    return tiny.moved(ModelSettings(path=str(path), **{"random_init": True, "rank": 3, **changes}), seed=seed)
 
 
 def division_of(path: Path, weights: tuple[float, ...], vocabulary: bool = False) -> partition.Division:
-    return partition.divide(
-        partition.model_shape_of(json.loads((path / "config.json").read_text())), weights, vocabulary
-    )
+    shape = partition.model_shape_of(json.loads((path / "config.json").read_text()))
+    return partition.divide(shape, weights, vocabulary)
 
 
 def divide(
@@ -88,19 +75,6 @@ def folder_of(world: World, folder: Path, family: str) -> Path:
     return path
 
 
-def examples(count: int = 4) -> list[Example]:
-    random = np.random.default_rng(3)
-
-    def ids(low: int, high: int) -> np.ndarray:
-        return random.integers(2, 48, random.integers(low, high)).astype(np.int32)
-
-    return [Example(i, ids(1, 9), (ids(2, 8), ids(2, 8))) for i in range(count)]
-
-
-def batch_of(shares_prompts: bool) -> Batch:
-    return collate(examples(), 4, shares_prompts)
-
-
 def loss_of(model: nn.Module, inputs: dict[str, Any]) -> tuple[mx.array, mx.array]:
     """A loss that gives every completion another weight, and the log-probabilities."""
     logps = logps_module.completion_logps(model, inputs)
@@ -118,11 +92,10 @@ def assert_equals_whole(
     world: World, path: Path, weights: tuple[float, ...], shares_prompts: bool, **changes: Any
 ) -> None:
     """Log-probabilities and every gathered gradient of the divided model against those of the whole one."""
-    whole, _ = build(path, **changes)
-    model, settings = build(path, **changes)
-    together = divide(world, path, model, weights, settings.shard_vocabulary)
+    whole, model = build(path, **changes), build(path, **changes)
+    together = divide(world, path, model, weights, changes.get("shard_vocabulary", False))
     assert token_stream.cannot_share_prompts(whole) is None and token_stream.cannot_share_prompts(model) is None
-    inputs = token_stream.arrays_of(batch_of(shares_prompts).inputs)
+    inputs = token_stream.arrays_of(collate(tiny.examples(4), 4, shares_prompts).inputs)
 
     def compute() -> Sequence[rounding.Results]:
         loss, logps, gradients = gradients_of(whole, inputs)
@@ -182,8 +155,7 @@ def test_a_divided_vocabulary(
     monkeypatch.setattr(logps_module, "LOGITS_BYTES", logits_bytes)
     path = folder_of(world, folder, family)
     assert_equals_whole(world, path, UNEVEN[world.size], shares_prompts=True, method=method, shard_vocabulary=True)
-    whole, _ = build(path, method=method)
-    model, _ = build(path, method=method)
+    whole, model = build(path, method=method), build(path, method=method)
     divide(world, path, model, UNEVEN[world.size], vocabulary=True)
     tokens = mx.array([[1, 47, 3, 24], [0, 13, 35, 36]])
     assert mx.allclose(model(tokens), whole(tokens), rtol=1e-4, atol=1e-5)  # as generation sees it
@@ -212,7 +184,7 @@ def test_gathered_parts_are_scattered_to_any_division_bit_for_bit(
     world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = folder_of(world, folder, "llama-tied-biased")
-    whole, model = (build(path, method="full")[0] for _ in range(2))
+    whole, model = (build(path, method="full") for _ in range(2))
     for either in (whole, model):
         either.model.layers[1].mlp.down_proj.weight[:, 3] = -0.0
     first = divide(world, path, model, (1,) * world.size)
@@ -225,12 +197,11 @@ def test_gathered_parts_are_scattered_to_any_division_bit_for_bit(
     found = gathered(first, model.trainable_parameters())
     wanted = adapter_files.trainable(whole)
     assert found.keys() == wanted.keys()
-    other, _ = build(path, seed=1, method="full")
+    other = build(path, seed=1, method="full")
     second = divide(world, path, other, UNEVEN[world.size])
     other.update(tree_unflatten(list(second.scattered(dict(wanted) if world.rank == 0 else {}))))
-    assert {name: a.shape for name, a in adapter_files.trainable(other).items()} != {
-        name: a.shape for name, a in adapter_files.trainable(model).items()
-    }
+    shapes = [[a.shape for a in adapter_files.trainable(either).values()] for either in (other, model)]
+    assert shapes[0] != shapes[1]
     for arrays in (found, gathered(second, other.trainable_parameters())):
         for name, array in wanted.items():
             bits = [np.array(mx.view(a, mx.uint32)).tobytes() for a in (arrays[name], array)]
@@ -247,14 +218,10 @@ def test_gathered_parts_are_scattered_to_any_division_bit_for_bit(
         ({"intermediate_size": None}, [1, 1], "needs intermediate_size"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(
-    tmp_path: Path, changes: dict[str, Any], weights: list[float], message: str
-) -> None:
-    stored = json.loads((model_folder(tmp_path, head_dim=32) / "config.json").read_text()) | changes
+def test_what_cannot_be_divided_is_refused(changes: dict[str, Any], weights: list[float], message: str) -> None:
+    stored = {key: value for key, value in (tiny.LLAMA | {"head_dim": 32} | changes).items() if value is not None}
     with pytest.raises(UserError, match=message):
-        partition.divide(
-            partition.model_shape_of({key: value for key, value in stored.items() if value is not None}), weights
-        )
+        partition.divide(partition.model_shape_of(stored), weights)
 
 
 @pytest.mark.parametrize(
@@ -269,12 +236,7 @@ def test_what_cannot_be_divided_is_refused(
     ],
 )
 def test_equal_parts_are_compiled_where_nccl_sums_or_where_it_is_told(
-    counts: tuple[int, int],
-    weight: float,
-    backend: str,
-    told: bool | None,
-    is_compiled: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    counts: Any, weight: float, backend: str, told: Any, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     world = sharded(World(size=2, backend=backend), partition.Division(counts, (8, 8), weights=(1.0, weight)))

@@ -19,29 +19,22 @@ from lib.data.batch import collate
 from lib.data.dataset import Example
 from lib.distributed import world as world_module
 from lib.distributed.world import World
-from lib.model import adapter_files, adapters, token_stream
-from lib.model import load as load_module
+from lib.model import adapter_files, token_stream
 from lib.training.optimizers import UpdateRule, learning_rate, make_optimizer
 from lib.training.step import MicroBatch, Step, StepRecord
 from tests import float64, rounding
 from tests.test_losses import OPTIONS, loss64
-from tests.tiny import LLAMA, model_folder, pairs
+from tests.tiny import LLAMA, model_folder, moved, pairs
 
 HEADS, KV_HEADS = LLAMA["num_attention_heads"], LLAMA["num_key_value_heads"]
 
 
 def build(folder: Path, *words: str, **changes: Any) -> tuple[nn.Module, Config]:
     """A tiny Llama whose adapters are not zero, and its settings."""
-    path = model_folder(
-        folder / "model", hidden_size=8, intermediate_size=12, vocab_size=20, num_hidden_layers=1, **changes
-    )
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "vocab_size": 20, "num_hidden_layers": 1}
+    path = model_folder(folder / "model", **sizes, **changes)
     settings = load.load(None, [f"model.path={path}", "data.train=-", "model.random_init=true", "model.rank=2", *words])
-    model = load_module.load(settings.model, 3)
-    adapters.make_trainable(model, settings.model, 3)
-    mx.random.seed(5)
-    moved = [(name, a + 0.2 * mx.random.normal(a.shape)) for name, a in adapter_files.trainable(model).items()]
-    model.update(tree_unflatten(moved))
-    mx.eval(model.parameters())
+    model = moved(settings.model, 0.2, seed=3, draw=5)
     assert token_stream.cannot_share_prompts(model) is None
     return model, settings
 

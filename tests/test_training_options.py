@@ -35,19 +35,11 @@ from tests.test_step import build, examples, means_of, reference_logps, results_
 def trained(path: Path, *words: str, seed: int = 3, **changes: Any) -> tuple[nn.Module, ModelSettings]:
     """A stored model with adapters that are not zero."""
     settings = load.load(None, [f"model.path={path}", "data.train=-", *words]).model
-    model = models.load(settings, seed)
-    adapters.make_trainable(model, settings, seed)
-    mx.random.seed(seed)
-    moved = [(name, a + 0.1 * mx.random.normal(a.shape)) for name, a in adapter_files.trainable(model).items()]
-    model.update(tree_unflatten(moved))
-    mx.eval(model.parameters())
-    return model, settings
+    return tiny.moved(settings, seed=seed, draw=seed), settings
 
 
 def ranks_and_scales(model: nn.Module) -> dict[str, tuple[int, float]]:
-    return {
-        name: (module.lora_a.shape[-1], module.scale) for name, module in model.named_modules() if "lora_a" in module
-    }
+    return {name: (part.lora_a.shape[-1], part.scale) for name, part in model.named_modules() if "lora_a" in part}
 
 
 LAYERS = [
@@ -117,9 +109,8 @@ def test_gradients_reach_the_embedding_and_a_tied_head(tmp_path: Path) -> None:
     found = {name: g for name, g in gradients.items() if "embed_tokens" in name}
     assert {name.rpartition(".")[2] for name in found} == {"lora_a", "lora_b"}
     # The same model with its weights merged: of W + s A B the chain rule gives both factors' gradients.
-    merged_model, merged_settings = build(
-        tmp_path / "merged", "model.method=full", "train.max_grad_norm=null", tie_word_embeddings=True
-    )
+    full = ["model.method=full", "train.max_grad_norm=null"]
+    merged_model, merged_settings = build(tmp_path / "merged", *full, tie_word_embeddings=True)
     ours = {name: np.array(a, np.float64) for name, a in tree_flatten(model.parameters())}
     scale, weights = settings.model.scale, {}
     for name in ours:
@@ -210,10 +201,8 @@ def test_a_step_with_noise_is_the_same_in_any_micro_batches_and_no_evaluation_ha
     assert abs(silent.means["loss"] - expected[0]["loss"]) > 100 * limits[0]["loss"]
     ((made, _),) = noisy([(collate(batch, 4, True), None)], 5.0, 0, 0)
     model.eval()
-    assert mx.array_equal(
-        completion_logps(model, arrays_of(made.inputs)),
-        completion_logps(model, arrays_of(collate(batch, 4, True).inputs)),
-    )
+    noisy_one, plain = (completion_logps(model, arrays_of(one.inputs)) for one in (made, collate(batch, 4, True)))
+    assert mx.array_equal(noisy_one, plain)
 
 
 # ---- Optimizer states of 8 bits
@@ -261,16 +250,11 @@ def test_the_reference_is_what_the_paper_makes_of_the_policies_before(
     tmp_path: Path, method: str, alpha: float
 ) -> None:
     """Every step's loss is that of its own policy and its own reference, which are made here from the checkpoints."""
-    words = [
-        *tiny.settings(tmp_path),
-        f"model.method={method}",
-        "train.schedule=constant",
-        "train.global_batch_size=21",
-    ]
-    words += ["train.learning_rate=1e-2", "train.steps=5", "checkpoint.every=1", "checkpoint.keep=9"]
+    words = [f"model.method={method}", "train.schedule=constant", "train.global_batch_size=21", "train.steps=5"]
+    words += ["train.learning_rate=1e-2", "checkpoint.every=1", "checkpoint.keep=9"]
     words += ["train.reference_sync_steps=2", f"train.reference_mixup_alpha={alpha}"]
-    tiny.train(tmp_path, [*words, "run.name=run"])
-    run, settings = tmp_path / "runs/run", load.load(None, words)
+    run = tiny.run(tmp_path, words=words)
+    settings = load.load(run / "config.yaml", [])
     data = load_dataset(settings.data.train, settings.data, "preference", None, vocabulary=vocabulary(settings.model))
     model = models.load(settings.model, settings.train.seed)
     adapters.make_trainable(model, settings.model, settings.train.seed)

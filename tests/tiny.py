@@ -17,10 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pyarrow
 import pyarrow.parquet
+from mlx.utils import tree_unflatten
 
+from lib.config.settings import ModelSettings
+from lib.data.dataset import Example
+from lib.model import adapter_files, adapters
+from lib.model import load as models
 from lib.system.records import read_records
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,6 +92,16 @@ def stored_model(folder: Path, quantised: bool = False, seed: int = 11, **shape:
     return path
 
 
+def moved(settings: ModelSettings, spread: float = 0.1, seed: int = 0, draw: int = 1) -> nn.Module:
+    """A model made trainable, whose trained parameters are at no symmetric point; the same in every process."""
+    model = models.load(settings, seed, lazy=True)
+    adapters.make_trainable(model, settings, seed)
+    mx.random.seed(draw)
+    trained = adapter_files.trainable(model).items()
+    model.update(tree_unflatten([(name, a + spread * mx.random.normal(a.shape)) for name, a in trained]))
+    return model.train()
+
+
 def write_jsonl(path: Path, records: list[Any]) -> Path:
     """Lines of JSON; texts and bytes stay as they are. A path that ends in .gz is compressed, .parquet is a table."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,6 +126,18 @@ def pairs(count: int, seed: int = 0, vocab_size: int = 48, longest: int = 12) ->
         return [rng.randrange(2, vocab_size) for _ in range(rng.randint(shortest, longest))]
 
     return [{"prompt_ids": ids(1), "chosen_ids": [*ids(1), 1], "rejected_ids": [*ids(1), 1]} for _ in range(count)]
+
+
+def examples(
+    count: int, completions: int = 2, prompt: tuple[int, int] = (1, 9), each: tuple[int, int] = (2, 8), seed: Any = 3
+) -> list[Example]:
+    """Rows of a data set, of ragged lengths in these ranges, the upper ends left out."""
+    random = np.random.default_rng(seed)
+
+    def ids(low: int, high: int) -> np.ndarray:
+        return random.integers(2, 48, random.integers(low, high)).astype(np.int32)
+
+    return [Example(i, ids(*prompt), tuple(ids(*each) for _ in range(completions))) for i in range(count)]
 
 
 def settings(folder: Path, rows: int = 21, **changes: Any) -> list[str]:
