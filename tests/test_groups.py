@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -204,9 +203,8 @@ def test_loss_gradients_and_figures_are_those_of_trl(case: str) -> None:
 
 @pytest.mark.parametrize("kind", ADVANTAGES)
 def test_rewards_that_are_alike_and_groups_of_one_have_no_advantage(kind: str) -> None:
-    alike = [
-        [reward] * 7 for reward in (0.1, 0.3, 0.7)
-    ]  # the sum of seven, divided by seven, is not always one of them
+    # The sum of seven, divided by seven, is not always one of them.
+    alike = [[reward] * 7 for reward in (0.1, 0.3, 0.7)]
     rewards, counted = mx.array([*alike, [5.0] + [0.0] * 6]), mx.array([[1.0] * 7] * 3 + [[1.0] + [0.0] * 6])
     assert not np.array(advantages(rewards, counted, kind, mx.zeros(4))).any()
 
@@ -226,9 +224,8 @@ def test_a_ratio_that_float32_cannot_hold_makes_no_other_gradient_a_nan(of: str)
     (value, sums), slopes = mx.value_and_grad(loss)(policy)
     assert np.isfinite(value.item()) and not np.array(slopes[0]).any() and not np.array(slopes[:, 1]).any()
     assert sums["clip_fraction"].item() == 4  # of 12 tokens those that are far off, and have an advantage
-    weights = {"token": [np.exp(-0.0625) / 2, 0.5], "geometric_mean": [np.exp(-0.03125) / 2] * 2}.get(
-        of, [np.exp(-0.0625)] * 2
-    )
+    whole = [np.exp(-0.0625)] * 2
+    weights = {"token": [np.exp(-0.0625) / 2, 0.5], "geometric_mean": [np.exp(-0.03125) / 2] * 2}.get(of, whole)
     np.testing.assert_allclose(np.array(slopes[1:, 0]), [weights, [-weight for weight in weights]], rtol=1e-6)
 
 
@@ -261,15 +258,12 @@ def reference_of(batch: Any, seed: int = 9) -> np.ndarray:
 
 
 def step_gradients(
-    model: Any,
-    settings: Config,
-    rows: list[Example],
-    sizes: list[int],
-    shared: bool = True,
-    shapes: Sequence[BatchShape] = (),
-) -> tuple[StepRecord, dict[str, np.ndarray]]:
+    model: Any, settings: Config, rows: list[Example], sizes: list[int], shared: bool = True, shapes: Any = ()
+) -> tuple[StepRecord, list[rounding.Results]]:
+    """The record, and for tests.rounding its means and the gradients."""
     made = [collate(rows[part], 4, shared, shapes) for part in parts_of(sizes)]
-    return gradients_of(model, settings, [(batch, reference_of(batch)) for batch in made])
+    result, gradients = gradients_of(model, settings, [(batch, reference_of(batch)) for batch in made])
+    return result, [finite_means(result), gradients]
 
 
 WORDS = ("train.loss=grpo", "train.max_grad_norm=null", "train.beta=0.5", "train.temperature=0.7")
@@ -278,16 +272,13 @@ WORDS = ("train.loss=grpo", "train.max_grad_norm=null", "train.beta=0.5", "train
 def test_a_steps_loss_and_every_gradient_equal_float64(tmp_path: Path) -> None:
     model, settings = build(tmp_path, *WORDS, "train.advantages=batch_standardized")
     rows = rows_of(3)
-    result, gradients = step_gradients(model, settings, rows, [2, 1])
+    result, (_, gradients) = step_gradients(model, settings, rows, [2, 1])
     parameters = {name: np.array(a, np.float64) for name, a in tree_flatten(model.parameters())}
     reference = [reference_of(collate([row], 4, True))[0] for row in rows]
     learnt = [[bool(mask[0]) for mask in row.learnt or ()] for row in rows]
     rewards = [[None if np.isnan(r) else float(r) for r in row.rewards] for row in rows if row.rewards is not None]
-    assert any(
-        r is not None and not own
-        for of, are in zip(rewards, learnt, strict=True)
-        for r, own in zip(of, are, strict=True)
-    )
+    both = zip(sum(rewards, []), sum(learnt, []), strict=True)
+    assert any(reward is not None and not is_learnt for reward, is_learnt in both)
 
     def logps(row: Example, completion: np.ndarray, weights: float64.Weights) -> list[float]:
         prompt = row.prompt_ids.tolist()
@@ -298,27 +289,16 @@ def test_a_steps_loss_and_every_gradient_equal_float64(tmp_path: Path) -> None:
 
     def loss_now() -> float:
         weights = merged(parameters, settings.model.scale)
-        policy = [
-            [logps(row, own, weights) if is_learnt else [] for own, is_learnt in zip(row.completions, of, strict=True)]
-            for row, of in zip(rows, learnt, strict=True)
-        ]
-        sampling = [
-            [own.tolist() if is_learnt else [] for own, is_learnt in zip(row.sampling_logps or (), of, strict=True)]
-            for row, of in zip(rows, learnt, strict=True)
-        ]
-        compared = [
-            [own[: len(ids)].tolist() for own, ids in zip(made, row.completions, strict=True)]
-            for made, row in zip(reference, rows, strict=True)
-        ]
+        policy, sampling, compared = [], [], []
+        for row, of, made in zip(rows, learnt, reference, strict=True):
+            each = [*zip(row.completions, row.sampling_logps or (), of, made, strict=True)]
+            policy.append([logps(row, ids, weights) if is_learnt else [] for ids, _, is_learnt, _ in each])
+            sampling.append([sampled.tolist() if is_learnt else [] for _, sampled, is_learnt, _ in each])
+            compared.append([own[: len(ids)].tolist() for ids, _, _, own in each])
         return loss64(settings.train, policy, sampling, compared, rewards)
 
     expected = {name: float64.numerical_gradient(loss_now, parameters[name]) for name in gradients}
-
-    def compute() -> list[rounding.Results]:
-        result, gradients = step_gradients(model, settings, rows, [2, 1])
-        return [finite_means(result), gradients]
-
-    _, limits = rounding.expected_and_limits(model, compute)
+    _, limits = rounding.expected_and_limits(model, lambda: step_gradients(model, settings, rows, [2, 1])[1])
     found = [{"loss": result.means["loss"]}, gradients]
     rounding.assert_within(found, [{"loss": np.array(loss_now())}, expected], limits)
 
@@ -326,16 +306,10 @@ def test_a_steps_loss_and_every_gradient_equal_float64(tmp_path: Path) -> None:
 def test_micro_batches_of_any_size_and_layout_add_up_to_the_same_step(tmp_path: Path) -> None:
     model, settings = build(tmp_path, *WORDS)
     rows = rows_of(6)
-
-    def compute() -> list[rounding.Results]:
-        result, gradients = step_gradients(model, settings, rows, [6])
-        return [finite_means(result), gradients]
-
-    expected, limits = rounding.expected_and_limits(model, compute)
+    wanted = rounding.expected_and_limits(model, lambda: step_gradients(model, settings, rows, [6])[1])
     padded = BatchShape(8, 3, prefix=0, length=16, suffix_tokens=384, is_dense=True, uses=1, scored=96, width=8)
     for sizes, *how in ([1] * 6, True), ([4, 2], True), ([1, 5], False), ([6], False, [padded]):
-        result, gradients = step_gradients(model, settings, rows, sizes, *how)
-        rounding.assert_within([finite_means(result), gradients], expected, limits)
+        rounding.assert_within(step_gradients(model, settings, rows, sizes, *how)[1], *wanted)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -348,9 +322,8 @@ def test_log_probabilities_and_entropies_of_tokens_are_those_of_the_logits(
     monkeypatch.setattr(logps_module, "LOGITS_BYTES", 4 * 20 * 3)  # three tokens at a time
     rows = rows_of(3)
     batch = collate(rows, 4, True)
-    logps, entropies = (
-        np.array(x, np.float64) for x in completion_token_logps(model, arrays_of(batch.inputs), temperature)
-    )
+    made = completion_token_logps(model, arrays_of(batch.inputs), temperature)
+    logps, entropies = (np.array(array, np.float64) for array in made)
     for i, row in enumerate(rows):
         for k, own in enumerate(row.completions):
             count = int(batch.mask[i, k].sum())
@@ -358,11 +331,9 @@ def test_log_probabilities_and_entropies_of_tokens_are_those_of_the_logits(
             ids = mx.array([[*row.prompt_ids.tolist(), *own.tolist()]])
             wide = np.array(model(ids)[0, len(row.prompt_ids) - 1 : -1], np.float64) / temperature
             wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))
-            tolerance = rounding.roundoff(64) * 20
+            tolerance, entropy = rounding.roundoff(64) * 20, -(np.exp(wide) * wide).sum(axis=1)
             assert np.abs(logps[i, k, :count] - wide[np.arange(len(own)), own][:count]).max(initial=0) <= tolerance
-            assert (
-                np.abs(entropies[i, k, :count] + (np.exp(wide) * wide).sum(axis=1)[:count]).max(initial=0) <= tolerance
-            )
+            assert np.abs(entropies[i, k, :count] - entropy[:count]).max(initial=0) <= tolerance
 
 
 # ---- Files of groups
@@ -373,30 +344,16 @@ def records(count: int, seed: int = 0, samples: int = 4) -> list[dict[str, Any]]
     made = []
     for _ in range(count):
         completions = [rng.integers(2, 48, rng.integers(1, 9)).tolist() for _ in range(samples)]
-        made.append(
-            {
-                "prompt_ids": rng.integers(2, 48, rng.integers(1, 12)).tolist(),
-                "completion_ids": completions,
-                "rewards": rng.normal(0, 1, samples).tolist(),
-                "logps": [(-4 + 0.1 * rng.normal(size=len(own))).tolist() for own in completions],
-            }
-        )
+        prompt, rewards = rng.integers(2, 48, rng.integers(1, 12)).tolist(), rng.normal(0, 1, samples).tolist()
+        logps = [(-4 + 0.1 * rng.normal(size=len(own))).tolist() for own in completions]
+        made.append({"prompt_ids": prompt, "completion_ids": completions, "rewards": rewards, "logps": logps})
     return made
 
 
-def run_words(folder: Path, made: list[Any], **changes: Any) -> list[str]:
-    words = [word for word in tiny.settings(folder, **changes) if not word.startswith("data.valid=")]
-    tiny.write_jsonl(folder / "train.jsonl", made)
-    return [*words, "train.loss=grpo", "evaluate.samples=0", "train.learning_rate=1e-2"]
-
-
 def test_masked_tokens_are_not_learnt_and_rewards_of_masked_completions_count(tmp_path: Path) -> None:
-    record = {
-        "completion_ids": [[7, 8, 1], [9, 1], [3]],
-        "rewards": [1.0, 0.5, None],
-        "logps": [[-1, -2, -3], [-4, -5], [0]],
-    }
-    made = [{"prompt_ids": [5, 6], **record, "completion_mask": [[1, 0, 1], [0, 0], [1]]}]
+    record = {"completion_ids": [[7, 8, 1], [9, 1], [3]], "rewards": [1.0, 0.5, None]}
+    record |= {"logps": [[-1, -2, -3], [-4, -5], [0]], "completion_mask": [[1, 0, 1], [0, 0], [1]]}
+    made = [{"prompt_ids": [5, 6], **record}]
     smaller = {"completion_ids": [[4, 1], [2]], "rewards": [2.0, 1.0], "logps": [[-6, -7], [-8]]}
     made.append({"prompt_ids": [5], **smaller, "completion_mask": [[1, 1], [1]]})
     settings = DataSettings(train=str(tiny.write_jsonl(tmp_path / "groups.jsonl", made)), max_length=64)
