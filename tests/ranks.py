@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,16 @@ def train(world: World, folder: Path, words: list[str], name: str, resume: bool 
     script.train(load.load(None, [*words, f"run.name={name}"]), world, resume=resume, dry_run=False)
     world.gather_text("finished")
     return folder / "runs" / name
+
+
+def ring_of(folder: Path, ranks: int) -> list[dict[str, str]]:
+    """The environment of each rank of MLX's ring on this machine, as a launcher makes it."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(ranks)]
+        addresses = [[f"127.0.0.1:{one.getsockname()[1]}"] for one in sockets]
+    (folder / "hosts.json").write_text(json.dumps(addresses))
+    known = {name: value for name, value in os.environ.items() if "OMPI" not in name and "PMIX" not in name}
+    return [known | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(folder / "hosts.json")} for rank in range(ranks)]
 
 
 def settings(world: World, folder: Path, *words: str, shape: dict[str, Any] | None = None, **changes: Any) -> list[str]:

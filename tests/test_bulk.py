@@ -6,10 +6,8 @@ import contextlib
 import io
 import json
 import math
-import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -36,8 +34,10 @@ from lib.model import load as models
 from lib.system.terminal import Terminal
 from lib.training import reference_model
 from tests import tiny
+from tests.ranks import ring_of
 from tests.test_data import CORPUS, byte_level
 from tests.tiny import ROOT
+from tests.tiny import read_jsonl as scored
 
 # ---- Files
 
@@ -50,37 +50,30 @@ def bulk(words: list[str], check: bool = True) -> tuple[int, str]:
     return status, out.getvalue() if status == 0 else err.getvalue()
 
 
+def refused(words: list[str], why: str) -> None:
+    status, said = bulk(words, check=False)
+    assert status == 2 and why in said and said.count("\n") == 1, said
+
+
 def common(folder: Path, *more: str) -> list[str]:
     words = ["--model", str(folder / "model"), "model.random_init=true", "evaluate.batch_size=4"]
     return [*words, f"data.cache_dir={folder}/cache", "data.length_multiple=8", "data.max_length=64", *more]
 
 
-def scored(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_scores_are_those_of_the_data_set_and_go_on_to_the_same_bytes(tmp_path: Path) -> None:
+def test_scores_are_those_of_the_data_set_and_go_on_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny.settings(tmp_path, rows=30)
     out, data = tmp_path / "out.jsonl", str(tmp_path / "train.jsonl")
-    words = [
-        *common(tmp_path),
-        "--data",
-        data,
-        "--score",
-        "rewards",
-        "--out",
-        str(out),
-        "--reference",
-        str(tmp_path / "other"),
-    ]
+    words = [*common(tmp_path), "--data", data, "--score", "rewards", "--out", str(out)]
+    words += ["--reference", str(tmp_path / "other")]
     other = ModelSettings(path=str(tiny.model_folder(tmp_path / "other", hidden_size=24)), random_init=True)
     models.load(other, 0).save_weights(str(tmp_path / "other" / "model.safetensors"))
     _, said = bulk(words)
     rows = scored(out)
     assert [row["row"] for row in rows] == list(range(30)) and '"scored": 30' in said
-    settings = load.load(
-        None, [f"model.path={tmp_path}/model", "model.random_init=true", f"data.train={data}", "data.length_multiple=8"]
-    )
+    model = [f"model.path={tmp_path}/model", "model.random_init=true"]
+    settings = load.load(None, [*model, f"data.train={data}", "data.length_multiple=8"])
     dataset = load_dataset(data, settings.data, "preference", None, vocabulary=Vocabulary(1))
     for prefix, folder in (("policy", "model"), ("reference", "other")):
         drawn = folder == "model"
@@ -92,33 +85,34 @@ def test_scores_are_those_of_the_data_set_and_go_on_to_the_same_bytes(tmp_path: 
     margin = 0.1 * (rows[3]["policy_chosen_logp"] - rows[3]["reference_chosen_logp"])
     assert rows[3]["reward_chosen"] == pytest.approx(margin, rel=1e-4)
     whole = out.read_bytes()
-    status, said = bulk(words, check=False)
-    assert status == 2 and "is there already; remove it" in said
+    refused(words, "is there already; remove it")
     out.unlink()
     kept: list[bytes] = []
-    finish = Journal.finish
 
     def stop(self: Journal, path: Path) -> None:  # as if it had been killed after some chunks
         kept.extend(self.path.read_bytes().splitlines(keepends=True))
         raise UserError("killed")
 
-    Journal.finish = stop  # type: ignore[method-assign]
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "finish", stop)
         bulk(words, check=False)
-    finally:
-        Journal.finish = finish  # type: ignore[method-assign]
     (tmp_path / "out.jsonl.partial").write_bytes(b"".join(kept[:4]) + kept[4][:30])
     _, said = bulk(words)
     assert "3 of 8 chunks are there already" in said and '"scored": 18' in said and out.read_bytes() == whole
 
 
-@pytest.fixture(scope="module")
-def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model that has a tokenizer, and questions."""
-    folder = tmp_path_factory.mktemp("writer")
-    tokenizer = byte_level(CORPUS)
+def with_tokenizer(folder: Path, template: str | None = None) -> Path:
+    """A folder with a model that has a tokenizer."""
+    tokenizer = byte_level(CORPUS, template=template)
     tokenizer.save_pretrained(folder / "model")
     tiny.model_folder(folder / "model", vocab_size=len(tokenizer))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With questions."""
+    folder = with_tokenizer(tmp_path_factory.mktemp("writer"))
     questions = [{"prompt": f"What is {i} + {i}?", "answer": str(i % 3)} for i in range(20)]
     tiny.write_jsonl(folder / "questions.jsonl", questions)
     return folder
@@ -138,13 +132,9 @@ def test_answers_are_written_in_order_and_draws_follow_the_seed(writer: Path, tm
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model whose template writes tools and a system prompt, and may be told to think."""
-    folder = tmp_path_factory.mktemp("chatty")
+    """With a template that writes tools and a system prompt, and may be told to think."""
     template = (ROOT / "tests/templates/Qwen-Qwen3-0.6B.jinja").read_text()
-    tokenizer = byte_level(CORPUS, template=template)
-    tokenizer.save_pretrained(folder / "model")
-    tiny.model_folder(folder / "model", vocab_size=len(tokenizer))
-    return folder
+    return with_tokenizer(tmp_path_factory.mktemp("chatty"), template)
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
@@ -161,16 +151,8 @@ BESIDE = [
 
 
 def config_of(folder: Path, *words: str) -> Config:
-    return load.load(
-        None,
-        [
-            f"model.path={folder}/model",
-            "model.random_init=true",
-            f"data.cache_dir={folder}/cache",
-            "data.train=-",
-            *words,
-        ],
-    )
+    model = [f"model.path={folder}/model", "model.random_init=true"]
+    return load.load(None, [*model, f"data.cache_dir={folder}/cache", "data.train=-", *words])
 
 
 def test_questions_are_asked_with_all_that_training_reads_beside_a_prompt(chatty: Path, tmp_path: Path) -> None:
@@ -268,14 +250,8 @@ def test_pairs_are_made_by_an_answer_or_by_a_judge(
     pairs = scored(tmp_path / "checked.jsonl")
     assert [pair["chosen"] for pair in pairs] == [f"It is {i % 3}." for i in range(20)]
     assert all(pair["rejected"] in drawn and pair["rejected"] != pair["chosen"] for pair in pairs)
-    dataset = load_dataset(
-        str(tmp_path / "checked.jsonl"),
-        DataSettings(train="-"),
-        "preference",
-        byte_level(CORPUS),
-        vocabulary=Vocabulary(1),
-    )
-    assert len(dataset) == 20
+    checked, tokenizer = str(tmp_path / "checked.jsonl"), byte_level(CORPUS)
+    assert len(load_dataset(checked, DataSettings(train="-"), "preference", tokenizer, vocabulary=Vocabulary(1))) == 20
     judge = tmp_path / "judge.py"
     judge.write_text(
         "import json, sys\nfor line in sys.stdin:\n    q = json.loads(line)\n    assert q['record']['answer']\n"
@@ -286,10 +262,7 @@ def test_pairs_are_made_by_an_answer_or_by_a_judge(
     judged = scored(tmp_path / "judged.jsonl")
     assert {(pair["chosen"], pair["rejected"]) for pair in judged} == {("It is 2.", "It is 0.")}
     assert len(judged) == 19  # of 3 + 3 all are alike
-    for name, grades in (
-        ("unsure", [math.nan, 2.0, 1.0]),
-        ("silent", [math.nan] * 3),
-    ):  # a model that grades may give none
+    for name, grades in (("unsure", [math.nan, 2.0, 1.0]), ("silent", [math.nan] * 3)):  # a model may give no grade
         with monkeypatch.context() as patch:
             patch.setattr("lib.evaluate.score_file.judge_of", lambda *_, g=grades, **__: lambda asked: [g] * len(asked))
             bulk([*words, str(tmp_path / f"{name}.jsonl")])
@@ -300,14 +273,12 @@ def test_pairs_are_made_by_an_answer_or_by_a_judge(
         ("echo [1]", "wrote 1 lines for 4 questions"),
         ("nothing-of-this-name", "evaluate.judge=nothing-of-this-name: no such command here"),
     ):
-        status, said = bulk([*words, str(tmp_path / "x"), f"evaluate.judge={command}"], check=False)
-        assert status == 2 and why in said and said.count("\n") == 1
+        refused([*words, str(tmp_path / "x"), f"evaluate.judge={command}"], why)
         (tmp_path / "x.partial").unlink(missing_ok=True)
-    tiny.write_jsonl(tmp_path / "bare.jsonl", [{"prompt": "What?"}])
-    status, said = bulk(
-        [*common(writer), "--data", str(tmp_path / "bare.jsonl"), "--make-pairs", str(tmp_path / "y")], check=False
+    bare = ["--data", str(tiny.write_jsonl(tmp_path / "bare.jsonl", [{"prompt": "What?"}]))]
+    refused(
+        [*common(writer), *bare, *words[-1:], str(tmp_path / "y")], "bare.jsonl:1: no 'answer' to check completions"
     )
-    assert status == 2 and "bare.jsonl:1: no 'answer' to check completions by" in said
 
 
 # ---- Ranks
@@ -315,18 +286,9 @@ def test_pairs_are_made_by_an_answer_or_by_a_judge(
 
 def ring(folder: Path, ranks: int, words: list[str]) -> list[subprocess.Popen[str]]:
     """Processes that a launcher could have started: MLX's ring on this machine."""
-    ports = []
-    with contextlib.ExitStack() as stack:
-        for _ in range(ranks):
-            ports.append(stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1])
-    (folder / "hosts.json").write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
-    environment = {**os.environ, "MLX_HOSTFILE": str(folder / "hosts.json")}
-    command = [sys.executable, "-m", "lib.evaluate", *words]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
-    return [
-        subprocess.Popen(command, env={**environment, "MLX_RANK": str(rank)}, **pipes)  # type: ignore[call-overload]
-        for rank in range(ranks)
-    ]
+    environments, command = ring_of(folder, ranks), [sys.executable, "-m", "lib.evaluate", *words]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+    return [subprocess.Popen(command, env=environment, **pipes) for environment in environments]
 
 
 @pytest.mark.long
@@ -358,7 +320,7 @@ def test_by_default_a_runs_held_out_rows_are_scored(tmp_path: Path) -> None:
     """Not those that it was trained on; of several sources, and by the hashes that training went by."""
     words = [word for word in tiny.settings(tmp_path, rows=30) if not word.startswith(("data.train=", "data.valid="))]
     folder, out = tmp_path / "runs", tmp_path / "out.jsonl"
-    other = tiny.write_jsonl(tmp_path / "other.jsonl", list(tiny.pairs(30, seed=5)))
+    other = tiny.write_jsonl(tmp_path / "other.jsonl", tiny.pairs(30, seed=5))
     mixture = f"data.train={{{tmp_path}/train.jsonl: 1, {other}: 0.5}}"
     tiny.train(tmp_path, [*words, mixture, "data.holdout=0.3", "train.steps=4", "run.name=run"])
     cache = f"data.cache_dir={tmp_path}/cache"
@@ -368,5 +330,5 @@ def test_by_default_a_runs_held_out_rows_are_scored(tmp_path: Path) -> None:
     for one, pair in zip(scored(out), scored(tmp_path / "pairs.jsonl"), strict=True):
         assert {name: one[name] for name in pair} == pytest.approx(pair, rel=1e-4, abs=1e-5)
     tiny.train(tmp_path, [*words, f"data.train={other}", "train.steps=2", "run.name=bare"])
-    status, said = bulk(["--run", str(folder / "bare"), cache, "--score", "--out", f"{out}.2"], check=False)
-    assert status == 2 and "the run has no held-out records (data.valid, data.holdout); name a file with" in said
+    why = "the run has no held-out records (data.valid, data.holdout); name a file with"
+    refused(["--run", str(folder / "bare"), cache, "--score", "--out", f"{out}.2"], why)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.ranks import ring_of
 from tests.tiny import ROOT
 
 RANK = """
@@ -36,18 +34,10 @@ while "lost" in sys.argv:
 
 
 def start_ring(folder: Path, order: list[int], *words: str, pause: float = 0.0) -> dict[int, subprocess.Popen[str]]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in order]
-        addresses = [[f"127.0.0.1:{one.getsockname()[1]}"] for one in sockets]
-    (folder / "hosts.json").write_text(json.dumps(addresses))
-    processes = {}
+    processes, environments = {}, ring_of(folder, len(order))
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     for rank in order:
-        environment = os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(folder / "hosts.json")}
-        environment = {name: value for name, value in environment.items() if "OMPI" not in name and "PMIX" not in name}
-        command = [sys.executable, "-c", RANK, *words]
-        processes[rank] = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        processes[rank] = subprocess.Popen([sys.executable, "-c", RANK, *words], env=environments[rank], **pipes)
         time.sleep(pause)
     return processes
 
