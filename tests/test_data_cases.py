@@ -24,6 +24,7 @@ from lib.training.inputs import generate_options, read_inputs
 from tests import chat_models, chat_rows, tiny
 from tests.tiny import ROOT
 
+NEMO = "mistralai-Mistral-Nemo-Instruct-2407"
 QWEN = "Qwen-Qwen2.5-7B-Instruct"
 USER = {"role": "user", "content": "Where is shelf 0?"}
 ANSWER = {"role": "assistant", "content": "In aisle 0."}
@@ -162,7 +163,7 @@ def test_a_prompt_that_is_rendered_already_is_taken_as_it_is(tmp_path: Path) -> 
     [
         (QWEN, "<|im_start|>user\nShelf?<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>\n"),
         ("google-gemma-2-2b-it", "<bos><start_of_turn>user\nq<end_of_turn>\n<start_of_turn>model\n", "<end_of_turn>\n"),
-        ("mistralai-Mistral-Nemo-Instruct-2407", "<s>[INST]Shelf?[/INST]", "</s>"),
+        (NEMO, "<s>[INST]Shelf?[/INST]", "</s>"),
     ],
 )
 def test_rendered_answers_without_a_prompt_are_split_at_the_last_header(name: str, prompt: str, end: str) -> None:
@@ -185,7 +186,8 @@ CHATML = "<|im_start|>user\nShelf?<|im_end|>\n", "<|im_start|>assistant\n"
 def test_marks_are_known_where_bos_opens_each_turn_and_headers_where_a_text_begins_otherwise(
     tmp_path: Path, bos: str | None
 ) -> None:
-    """SmolLM2's BOS is the mark of a turn: its rendered prompts were rendered again."""
+    """SmolLM2's BOS is the mark of a turn: its rendered prompts were rendered again. alignment-handbook#116: headers in
+    the answers; reward-bench#140: answers that repeat their prompt."""
     tokenizer = wrapped()
     tokenizer._tokenizer.bos_token = bos
     encoder, (question, header) = Encoder(tokenizer, DataSettings(train="-"), None), CHATML
@@ -223,7 +225,8 @@ def test_what_is_learnt_as_text_and_means_more_elsewhere_is_said(prompt: str, an
 
 
 def test_tables_hold_messages_and_labels_as_text(tmp_path: Path) -> None:
-    """pandas writes an index without a name and Python's repr; JSON of messages was trained as the answer's text."""
+    """unsloth#2095, autotrain#707: pandas writes an index without a name and Python's repr of lists; JSON of messages was
+    trained as the answer's text."""
     whole = [[USER, ANSWER], [USER, ANSWER | {"content": "No."}]]
     ours, _ = opened(tmp_path, [dict(zip(("chosen", "rejected"), whole, strict=True))])
     for spelt in (json.dumps, repr):
@@ -337,6 +340,8 @@ def test_marks_that_are_no_tokens_are_named() -> None:
     plain.chat_template = tokenizer.chat_template
     (note,) = chat_rows.encoder_of(plain, about).notes
     assert "<|turn_start|>" in note and "<|turn_end|>" in note
+    plain.chat_template = "{% for m in messages %}[INST] {{ m.content }}</s>{% endfor %}"
+    assert [": </s>; it" in note for note in chat_rows.encoder_of(plain, about).notes] == [True]
 
 
 @pytest.mark.parametrize("settings, words", [({"holdout": 1e-9}, r"data\.valid=FILE"), ({}, "fix the file$")])
@@ -379,10 +384,8 @@ def test_tokens_are_written_as_training_takes_them(tmp_path: Path, capsys: pytes
 # ---- Ten more reports about other trainers
 
 
-def learnt_text(data: Any, row: int = 0, k: int = 0) -> str:
-    example = data[row]
-    mask = [True] * len(example.completions[k]) if example.learnt is None else example.learnt[k]
-    return str(wrapped().decode([int(i) for i, on in zip(example.completions[k], mask, strict=True) if on]))
+def learnt_text(data: Any, k: int = 0, name: str = QWEN) -> str:
+    return str(wrapped(name).decode(data[0].completions[k][data[0].masks[k]].tolist()))
 
 
 def test_the_end_of_turn_is_learnt_where_padding_is_the_same_token(tmp_path: Path) -> None:
@@ -448,6 +451,38 @@ def test_arguments_as_text_are_those_of_an_object(tmp_path: Path) -> None:
         assert '"arguments": {"city": "Oslo"}' in learnt_text(data)
         ids.append(data[0].completions[0].tolist())
     assert ids[0] == ids[1]
+
+
+def test_a_short_question_under_a_system_prompt_is_not_learnt(tmp_path: Path) -> None:
+    """Mistral Nemo's template has the system prompt in the last question alone: "Hi?[/INST]" was the answer's begin."""
+    row = {"prompt": [{"role": "system", "content": "S."}, {"role": "user", "content": "Hi?"}], "chosen": "Yes."}
+    data, _ = opened(tmp_path, [row | {"rejected": "No."}], tokenizer=wrapped(NEMO))
+    prompt = wrapped(NEMO).decode(data[0].prompt_ids.tolist())
+    assert (prompt, learnt_text(data, name=NEMO)) == ("<s>[INST]S.\n\nHi?[/INST]", "Yes.</s>")
+
+
+def test_two_calls_of_one_function_are_both_learnt_or_refused(tmp_path: Path) -> None:
+    """gpt-oss's template writes the first one alone, and its result's header names the function, too."""
+    city = [{"name": "get_weather", "arguments": {"city": name}} for name in ("Oslo", "Rome")]
+    calls = [{"id": f"call1234{i}", "type": "function", "function": function} for i, function in enumerate(city)]
+    results = [{"role": "tool", "tool_call_id": c["id"], "name": "get_weather", "content": "rain"} for c in calls]
+    turns = [USER, {"role": "assistant", "content": None, "tool_calls": calls}, *results, ANSWER]
+    row, qwen3 = {"messages": turns, "tools": chat_rows.TOOLS}, "Qwen-Qwen3-0.6B"
+    with pytest.raises(UserError, match="leaves out the arguments of the call of 'get_weather'"):
+        opened(tmp_path, [row], "sft", wrapped("openai-gpt-oss-120b"), learn="assistant")
+    text = "".join(f"<tool_call>\n{json.dumps(each)}\n</tool_call>\n" for each in city).rstrip()
+    data, _ = opened(tmp_path, [row], "sft", wrapped(qwen3), learn="assistant")
+    assert learnt_text(data, name=qwen3) == f"{text}<|im_end|>In aisle 0.<|im_end|>"
+
+
+def test_the_last_of_several_answers_ends_where_the_template_writes_no_end(tmp_path: Path) -> None:
+    """trl#1623: behind the blanks that Alpaca's template writes no end was learnt."""
+    template = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
+    (tmp_path / "alpaca.jinja").write_text(template + "{% if add_generation_prompt %}### assistant:\n{% endif %}")
+    row = {"messages": [USER, {"role": "assistant", "content": "Aisle 3"}] * 2}
+    settings = {"chat_template": str(tmp_path / "alpaca.jinja")}
+    for learn, learnt in (("assistant", "Aisle 3Aisle 3\n\n<|im_end|>"), ("last", "Aisle 3\n\n<|im_end|>")):
+        assert learnt_text(opened(tmp_path, [row], "sft", learn=learn, **settings)[0]) == learnt
 
 
 def test_two_turns_of_one_speaker_are_both_read(tmp_path: Path) -> None:

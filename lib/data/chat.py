@@ -27,6 +27,7 @@ SENTINEL = "qZ7sentinelZ7q"
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # Of a message: what is looked for by itself, what only tells which call is meant, and what no template shows.
 FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "weight", *REASONING})
+NOTHING: tuple[object, ...] = ("", [], {}, False)  # what a field may hold unseen
 INLINE_THINKING = re.compile(
     r"\s*(?:<(?:seed:|mm:)?think>|\[THINK\])(.*?)(?:</(?:seed:|mm:)?think>|\[/THINK\])", re.DOTALL
 )
@@ -75,7 +76,7 @@ def lost(message: Message, text: str, is_earlier: bool = False) -> str | None:
     if role != "assistant":
         if isinstance(content, str) and not _is_in(content.strip(), text):
             return f"the content of a message from {role!r}"
-        others = ((name, value) for name, value in message.items() if name not in FIELDS and _says_something(value))
+        others = ((name, value) for name, value in message.items() if name not in FIELDS and value not in NOTHING)
         return next((_field(name, role) for name, value in others if not _is_in(str(value), text)), None)
     parts: list[tuple[str, str]] = []
     if not is_earlier:
@@ -84,22 +85,33 @@ def lost(message: Message, text: str, is_earlier: bool = False) -> str | None:
     if isinstance(content, str):
         parts.append(("the answer's content", INLINE_THINKING.sub("", content, count=1).strip()))
     calls: Any = message.get("tool_calls") or ()
-    called = [str((call.get("function") or call).get("name")) for call in calls]
-    parts += [(f"the call of {name!r}", name) for name in called]
+    functions = [call.get("function") or call for call in calls]
+    arguments = [(str(function.get("name")), [*_plain_values(function.get("arguments"))]) for function in functions]
+    parts += [(f"the call of {name!r}", name) for name, _ in arguments]
+    rest = text
     # Each found part is taken out, the longest first: what is said twice has to stand there twice.
     for name, part in sorted(parts, key=lambda part: -len(part[1])):
-        if part not in text:
+        if part not in rest:
             return name
-        text = text.replace(part, "", 1) if part and not is_earlier else text
-    return None
+        rest = rest.replace(part, "", 1) if part and not is_earlier else rest
+    # Where a result names its function, too, a call that is left out is missed by its arguments.
+    unlike = (name for name, values in arguments if not all(_is_in(value, text) for value in values))
+    return next((f"the arguments of the call of {name!r}" for name in unlike), None)
+
+
+def _plain_values(arguments: Any) -> Iterator[str]:
+    """The texts within a call's arguments that no template escapes."""
+    if isinstance(arguments, dict | list):
+        for value in arguments.values() if isinstance(arguments, dict) else arguments:
+            yield from _plain_values(value)
+    elif isinstance(arguments, str) and arguments[:1] in "[{":  # JSON text, as _with_text_arguments makes
+        yield from re.findall(r'"([\w ,.:-]+)"', arguments)
+    elif isinstance(arguments, str) and re.fullmatch(r"[\w ,.:-]+", arguments):
+        yield arguments
 
 
 def _field(name: str, role: str) -> str:
     return f"{name!r} of a message from {role!r} (or leave it out with data.ignore=[{name}])"
-
-
-def _says_something(value: object) -> bool:
-    return value not in ("", [], {}) and value is not False
 
 
 def _is_in(part: str, text: str) -> bool:
@@ -222,7 +234,7 @@ class ChatTemplate:
                 return rendering
             remedy = "take it out of the data, or give a template that keeps it with data.chat_template=FILE"
             losses.append(Unusable(f"the chat template leaves out {missing}; {remedy}"))
-        raise (losses + refusals)[0]
+        raise losses[0] if losses else refusals[-1]
 
     def _lost(self, rendering: Rendering) -> str | None:
         """What of a chat's messages is not in its texts, in words. Tools are not looked for."""
@@ -235,7 +247,7 @@ class ChatTemplate:
                 for name in [name for name in fields if name not in FIELDS]:
                     without = cast(Message, {key: item for key, item in fields.items() if key != name})
                     messages = [*chat.prompt, *answer[:index], without, *answer[index + 1 :]]
-                    if _says_something(fields[name]) and self.apply_or_none(chat, messages) == whole:
+                    if fields[name] not in NOTHING and self.apply_or_none(chat, messages) == whole:
                         names.append(_field(name, "assistant"))
         return next((name for name in names if name is not None), None)
 
@@ -257,7 +269,7 @@ class ChatTemplate:
         return rendering._replace(wholes=wholes)
 
     @cached_property
-    def _turns(self) -> str:
+    def turns(self) -> str:
         """A question and an answer as the template writes them; "" where there is none."""
         turns: list[Message] = [{"role": "user", "content": SENTINEL}, assistant_message(SENTINEL)]
         return self.text_of(turns) if self.is_used else ""
@@ -265,7 +277,7 @@ class ChatTemplate:
     @cached_property
     def marks(self) -> frozenset[str]:
         """What the template writes around a question and an answer: <|im_start|>, [INST] and the like."""
-        return frozenset(TURN_MARKS.findall(self._turns))
+        return frozenset(TURN_MARKS.findall(self.turns))
 
     @cached_property
     def header(self) -> str:
@@ -277,7 +289,7 @@ class ChatTemplate:
     def first_mark(self, text: str) -> str:
         """The mark of a turn, of this template or another, that a text begins with, behind BOS; "" without one."""
         bos = getattr(self.tokenizer, "bos_token", None) or ""
-        text = text.lstrip() if self._turns.count(bos) > 1 else text.lstrip().removeprefix(bos)  # SmolLM2's opens turns
+        text = text.lstrip() if self.turns.count(bos) > 1 else text.lstrip().removeprefix(bos)  # SmolLM2's opens turns
         mark = TURN_MARKS.match(text.removeprefix("<s>").lstrip())
         return mark[0] if mark else ""
 

@@ -660,15 +660,13 @@ def _parse_tokens(record: JSON, names: tuple[str, ...]) -> Tokens:
     return Tokens(prompt, tuple(completions), " + ".join(title), None, learnt, str(record.get(VOCABULARY) or ""))
 
 
-LABELS = {"true": True, "false": False, "1": True, "0": False}
-
-
 def _label(record: JSON, column: str) -> bool:
     """Whether a completion is desirable. Raises Unusable."""
     if column not in record:
         raise Unusable(f"no column {column!r}; name yours with data.columns={{label: COLUMN}}")
     value = record[column]
-    value = LABELS.get(value.strip().lower()) if isinstance(value, str) else value  # CSV has texts alone
+    if isinstance(value, str):  # CSV has texts alone
+        value = {"true": True, "1": True, "false": False, "0": False}.get(value.strip().lower())
     if value not in (True, False):  # 1 and 0, too
         raise Unusable(f"column {column!r} is {json.dumps(record[column], default=str)}, not true or false")
     return bool(value)

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lib.config.settings import DataSettings
-from lib.data.chat import EMPTY_THINKING, SENTINEL, ChatTemplate, Rendering, assistant_message, has_reasoning
+from lib.data.chat import EMPTY_THINKING, SENTINEL, ChatTemplate, Rendering, assistant_message, has_reasoning, lost
 from lib.data.record_formats import JSON, Chat, Message, Plain, Unusable, bounds_of, check_messages, check_tools
 from lib.data.tokenizer import SPECIMEN, TextTokens, Tokenizer
 from lib.errors import UserError
@@ -132,7 +132,8 @@ class Encoder:
         ends = {end_id, of_tokenizer, *(end_ids if isinstance(end_ids, set) else ())}
         self._stated_ends: set[int] = {token for token in ends if token is not None}
         self.notes: dict[str, None] = {}  # what was noticed of texts and template, a line each
-        marks = sorted(mark for mark in self.template.marks if mark.startswith("<"))
+        others = re.findall(r"</?s>|<[be]os>", self.template.turns)
+        marks = sorted({*others, *(mark for mark in self.template.marks if mark.startswith("<"))})
         if unknown := ", ".join(mark for mark in marks if len(self.tokens.ids(mark)) > 1):
             why = "it writes each as several tokens"
             self.notes[f"marks of the chat template are no tokens of the tokenizer: {unknown}; {why}"] = None
@@ -155,11 +156,6 @@ class Encoder:
     def turn_end_id(self) -> int:
         """The token by which the template ends an answer; the end token where it has none."""
         return next((token for token in self._suffix(thinks=False) if token in self.end_ids), self._eos_token_id)
-
-    @cached_property
-    def _turn_end(self) -> str:
-        """The text of the token that ends an answer, as the template writes it."""
-        return str(self.tokenizer.decode([self.turn_end_id])).strip() or "\0"
 
     def fingerprint(self) -> str:
         """A digest, equal for tokenizers that make the same tokens of the same text, as far as that can be known."""
@@ -229,7 +225,8 @@ class Encoder:
                 note = f"texts begin with {mark}, which the chat template does not have; it is rendered as text"
                 self.notes[note] = None
         self._note_strange(texts, answers)
-        ended = [text for text in texts if text not in answers and text.rstrip().endswith(self._turn_end)]
+        end = str(self.tokenizer.decode([self.turn_end_id])).strip() or "\0"
+        ended = [text for text in texts if text not in answers and text.rstrip().endswith(end)]
         if (bad := next(filter(template.is_rendered, texts), next(iter(ended), None))) is not None:
             raise Unusable(
                 f"{bad[:40]!r} carries the chat template's marks already; give the whole prompt so, or no part of it"
@@ -346,8 +343,11 @@ class Encoder:
         at = whole.rfind(end, 0, start) + len(end)
         if end in whole[:start] and at > common:
             return at
-        header = whole[common:start]
-        is_header = any(mark in header for mark in self.tokens.special.values())
+        marks, header = self.tokens.special.values(), whole[common:start]
+        tail = os.path.commonprefix([prompt[::-1], whole[:start][::-1]])[::-1]
+        if any(mark in tail for mark in marks):  # Mistral's system prompt stands in the last question alone
+            return start
+        is_header = any(mark in header for mark in marks)
         return common if is_header and not EMPTY_THINKING.search(header) else start
 
     # ---- Where it ends, and what of it is learnt
@@ -392,8 +392,8 @@ class Encoder:
         if not any(learnt):
             raise Unusable("none of its tokens is learnt")
         _, length = bounds_of(learnt)
-        if length == len(ids) and ids[-1] not in self.end_ids:
-            return [*ids, self._eos_token_id], [*learnt, True]
+        if ids[length - 1] not in self.end_ids and all(map(self.tokens.is_blank, ids[length:])):
+            return [*ids, self._eos_token_id], [*learnt[:length], *[True] * (len(ids) + 1 - length)]
         return ids[:length], learnt[:length]
 
     def _is_filler(self, token: int) -> bool:
@@ -431,8 +431,12 @@ class Encoder:
             if high < 0 or message.get("tool_calls"):
                 high = self._end_of(self.template.apply(chat, messages[: index + 1]), whole)
             header = self.template.apply_or_none(chat, messages[:index], is_prompt=_is_model(message))
-            if header is not None and whole.startswith(header):
-                low = _written_by_template(whole, len(header), message)
+            common = self._common(header or "", whole)
+            if header and not EMPTY_THINKING.sub("", header[common:]).strip():  # Qwen3 writes it before the last alone
+                low = _written_by_template(whole, common, message)
+            if not low < high or lost(message, whole[low:high], is_earlier=True):
+                high = low + self._end_of_turn(whole[low:])
+                high = -1 if lost(message, whole[low:high], is_earlier=True) or high == len(whole) else high
             if not 0 <= low < high:
                 raise Unusable(
                     f"message {index + 1}: the chat template writes it differently once others follow, so that its "
