@@ -182,6 +182,8 @@ def test_the_small_model_is_of_the_kind_of_the_whole_one(tmp_path: Path) -> None
         linear = model.layers[1].self_attn.q_proj.linear
         assert (linear.bits, linear.group_size, linear.scales.dtype) == (4, 32, dtype)
         assert (len(model.layers), model.model.embed_tokens.weight.shape[0]) == (kernels.BLOCKS, kernels.VOCABULARY)
+    few = kernels._with_few_blocks({"text_config": {"num_hidden_layers": 24, "full_attention_interval": 4}})
+    assert few["text_config"]["num_hidden_layers"] == 4, "of Qwen3.5 the fourth block attends"
 
 
 def test_the_first_step_waits_for_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

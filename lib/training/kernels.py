@@ -2,7 +2,7 @@
 
 MLX compiles every fused kernel where it is first used, one after another, three seconds each: the fifty of a step took
 an H200 more than two minutes. Their code depends on no size. So while the model is evaluated, each part of a
-step runs in a process of its own, on two blocks of such a model, and MLX keeps on the disk what it compiled
+step runs in a process of its own, on a few blocks of such a model, and MLX keeps on the disk what it compiled
 (MLX_PTX_CACHE_DIR). What none of them needed is compiled in the first step.
 """
 
@@ -146,7 +146,7 @@ def _stored(model: ModelSettings) -> dict[str, Any]:
 
 
 def small_model(settings: ModelSettings, seed: int) -> nn.Module:
-    """Two blocks of such a model, of random weights and few tokens; quantised where it is; UserError if not small."""
+    """A few blocks of such a model, of random weights and few tokens; quantised where it is; UserError if not small."""
     stored = _stored(settings)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(_with_few_blocks(stored)), encoding="utf-8")
@@ -158,14 +158,15 @@ def small_model(settings: ModelSettings, seed: int) -> nn.Module:
             nn.quantize(model, form["group_size"], form["bits"], mode=form.get("mode", "affine"))
         adapters.make_trainable(model, settings, seed)
     if (taken := sum(weights.nbytes for _, weights in tree_flatten(model.parameters()))) > LARGEST_BYTES:
-        raise UserError(f"{settings.path}: {BLOCKS} blocks of it take {taken:,} bytes")
+        raise UserError(f"{settings.path}: a few blocks of it take {taken:,} bytes")
     mx.eval(model.parameters())
     return model
 
 
 def _with_few_blocks(stored: dict[str, Any]) -> dict[str, Any]:
     """A model's config.json, for less of it; models that also see pictures keep their sizes one level down, too."""
-    few = {name: BLOCKS for name in BLOCK_COUNTS if name in stored or name == BLOCK_COUNTS[0]}
+    count = max(BLOCKS, stored.get("full_attention_interval") or 0)  # of hybrids every so many blocks attend
+    few = {name: count for name in BLOCK_COUNTS if name in stored or name == BLOCK_COUNTS[0]}
     text = stored.get("text_config")
     nested = {"text_config": _with_few_blocks(text)} if isinstance(text, dict) else {}
     return stored | few | {"vocab_size": VOCABULARY} | nested
