@@ -66,6 +66,24 @@ SHAPES = {
         "intermediate_size": 14336,
         "vocab_size": 128256,
     },
+    "qwen3.5-0.8b": {
+        "model_type": "qwen3_5",
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "intermediate_size": 3584,
+        "vocab_size": 248320,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    },
 }
 POSITIONS = 2**16  # of every model: the longest row
 PLAIN, QUANTISED = "model", "quantised"  # folders of one model's weights
@@ -508,7 +526,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", nargs="+", default=list(WORKERS), choices=list(WORKERS))
     parser.add_argument(
-        "--shapes", nargs="+", default=["256", "512"], choices=list(SHAPES), help="hidden size, or 1b, 8b"
+        "--shapes", nargs="+", default=["256", "512"], choices=list(SHAPES), help="hidden size, or a model's"
     )
     parser.add_argument("--lengths", nargs="+", default=["128+128", "192+64"], metavar="PROMPT+COMPLETION")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[4])
