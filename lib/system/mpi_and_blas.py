@@ -38,6 +38,7 @@ DEFAULTS = {
     "OMPI_MPI_THREAD_LEVEL": "3",  # MPI_THREAD_MULTIPLE: MLX calls MPI from its stream's thread
     "MPI4PY_RC_INITIALIZE": "0",  # MLX initialises MPI; the second to do it gets a world of one
     "MPI4PY_RC_FINALIZE": "0",
+    "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",  # else CUDA ends a process at its 801st kind of graph (mlx#4326)
     "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # mlx-lm sets it, too: no line about torch
     # For an mpirun that this process starts: as root (a container, CI), and more ranks than cores.
