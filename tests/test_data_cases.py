@@ -14,7 +14,7 @@ from lib.config.settings import DataSettings, ModelSettings
 from lib.data import inspect
 from lib.data.dataset import load_dataset
 from lib.data.groups import load_groups
-from lib.data.record_formats import Columns, Plain, Unusable, parse
+from lib.data.record_formats import Columns, Plain, Unusable, answer_text, parse
 from lib.data.sources import require_apart, with_splits
 from lib.data.streaming import open_held_out, open_training
 from lib.data.tokenize import Encoder, render_prompt
@@ -80,7 +80,7 @@ def test_other_layouts_of_a_folder(tmp_path: Path, names: tuple[str, ...], train
     for name in names:
         write(tmp_path / "data" / name, pairs(name, 2))
     if train is None:  # mlx-lm's layout without what is trained: all of it was trained
-        with pytest.raises(UserError, match=r"called valid or test, and none train; .*data\.train=FILE"):
+        with pytest.raises(UserError, match=r"called valid or test; .*data\.train=FILE"):
             with_splits(DataSettings(train=str(tmp_path / "data")))
         return
     found = with_splits(DataSettings(train=str(tmp_path / "data")))
@@ -344,6 +344,14 @@ def test_marks_that_are_no_tokens_are_named() -> None:
     assert [": </s>; it" in note for note in chat_rows.encoder_of(plain, about).notes] == [True]
 
 
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [(72.0, "72"), (0.5, "0.5"), (7, "7"), (" a ", "a"), (True, None), (float("nan"), None), ("", None)],
+)
+def test_an_answer_that_a_table_made_a_float_is_the_number_that_it_was(answer: object, text: str | None) -> None:
+    assert answer_text({"answer": answer}) == text
+
+
 @pytest.mark.parametrize("settings, words", [({"holdout": 1e-9}, r"data\.valid=FILE"), ({}, "fix the file$")])
 def test_advice_works(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
     rows = pairs("a", 3) if settings else [{"prompt": "a", "chosen": None, "rejected": "b"}] * 3
@@ -530,3 +538,8 @@ def test_mlx_lms_generate_gets_the_words_that_make_it_render_and_end_as_training
         template = str(tmp_path / "mine.jinja")
     settings, data = ModelSettings(path=str(model)), DataSettings(train="-", chat_template=template)
     assert generate_options(load_tokenizer_of(settings), settings, data) == (words if words is None else [*words])
+    config = json.loads((model / "config.json").read_text())
+    for bits, given in ((4, words), (3, None)):  # mlx-lm#165: DoRA on 3, 5 or 6 bits
+        (model / "config.json").write_text(json.dumps(config | {"quantization": {"bits": bits, "group_size": 64}}))
+        dora = settings.model_copy(update={"method": "dora"})
+        assert generate_options(load_tokenizer_of(dora), dora, data) == (given if given is None else [*given])

@@ -261,7 +261,7 @@ def test_every_form_carries_the_template_and_the_end_of_turn_that_were_trained(
         assert (folder / form / "chat_template.jinja").read_text() == MINE
         cards[form] = (folder / form / "README.md").read_text()
         assert "chat template is that of training" in cards[form]
-    assert "    of the chat template that was trained: python -m lib.export RUN --to fused" in cards["mlx"]
+    assert "    mlx-lm has it as it was trained by: python -m lib.export RUN --to fused" in cards["mlx"]
     assert "    mlx_lm.generate --model FOLDER --prompt ..." in cards["fused"]
     generation, stored = (
         json.loads((folder / "fused" / f"{name}_config.json").read_text()) for name in ("generation", "tokenizer")

@@ -86,7 +86,7 @@ def lost(message: Message, text: str, is_earlier: bool = False) -> str | None:
         parts.append(("the answer's content", INLINE_THINKING.sub("", content, count=1).strip()))
     calls: Any = message.get("tool_calls") or ()
     functions = [call.get("function") or call for call in calls]
-    arguments = [(str(function.get("name")), [*_plain_values(function.get("arguments"))]) for function in functions]
+    arguments = [(str(function.get("name")), function.get("arguments")) for function in functions]
     parts += [(f"the call of {name!r}", name) for name, _ in arguments]
     rest = text
     # Each found part is taken out, the longest first: what is said twice has to stand there twice.
@@ -95,19 +95,11 @@ def lost(message: Message, text: str, is_earlier: bool = False) -> str | None:
             return name
         rest = rest.replace(part, "", 1) if part and not is_earlier else rest
     # Where a result names its function, too, a call that is left out is missed by its arguments.
-    unlike = (name for name, values in arguments if not all(_is_in(value, text) for value in values))
-    return next((f"the arguments of the call of {name!r}" for name in unlike), None)
-
-
-def _plain_values(arguments: Any) -> Iterator[str]:
-    """The texts within a call's arguments that no template escapes."""
-    if isinstance(arguments, dict | list):
-        for value in arguments.values() if isinstance(arguments, dict) else arguments:
-            yield from _plain_values(value)
-    elif isinstance(arguments, str) and arguments[:1] in "[{":  # JSON text, as _with_text_arguments makes
-        yield from re.findall(r'"([\w ,.:-]+)"', arguments)
-    elif isinstance(arguments, str) and re.fullmatch(r"[\w ,.:-]+", arguments):
-        yield arguments
+    for name, given in arguments:
+        written = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        if not all(_is_in(value, text) for value in re.findall(r'"(\w[\w ,.:-]*)"', written)):
+            return f"the arguments of the call of {name!r}"
+    return None
 
 
 def _field(name: str, role: str) -> str:

@@ -8,6 +8,7 @@ FILES are what data.train takes. Without --model nothing is tokenised: lengths a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import sys
@@ -32,6 +33,7 @@ from lib.system import mpi_and_blas
 from lib.system.files import require_absent
 from lib.system.terminal import Terminal
 
+_tell = functools.partial(print, file=sys.stderr)
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 NAMED, SHOWN, SHOWN_CHARACTERS = 5, 3, 400  # unusable records; rows; characters of a part
 
@@ -99,10 +101,6 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         inspect(files, settings.data, settings.record_kind, tokenizer, about)
     return 0
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def write_tokens(

@@ -25,6 +25,7 @@ from lib.data.record_formats import (
     Record,
     Tokens,
     Unusable,
+    answer_text,
     name_of_type,
     parse,
 )
@@ -106,9 +107,9 @@ def load_questions(
         try:
             if isinstance(record, Unusable):
                 raise record
-            answer = record.get(ANSWER)
-            if not isinstance(answer, str | int | float) or isinstance(answer, bool) or not str(answer).strip():
-                is_what = "blank" if isinstance(answer, str) else f"{name_of_type(answer)}, neither text nor a number"
+            if (answer := answer_text(record)) is None:
+                value = record.get(ANSWER)
+                is_what = "blank" if isinstance(value, str) else f"{name_of_type(value)}, neither text nor a number"
                 raise Unusable(f"a question's {ANSWER!r} is {is_what}: give it an answer, or leave the line out")
             parsed, setting = parse(record, columns, "prompt"), "evaluate.max_tokens"
             ids = ids_of(parsed, encoder, limits, evaluate.max_tokens, setting)
@@ -116,7 +117,7 @@ def load_questions(
         except Unusable as why:
             raise UserError(f"{path}:{line}: {why}") from None
         last = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
-        questions.append(Question(last, ids, str(answer).strip()))
+        questions.append(Question(last, ids, answer))
     if not questions:
         raise UserError(f"evaluate.answers={path} has no records")
     return questions

@@ -164,10 +164,10 @@ def _batches(file: Path) -> Iterator[list[JSON]]:
     if file.suffix == ".arrow":  # of a folder that datasets' save_to_disk wrote
         with pyarrow.OSFile(str(file)) as source:
             yield from (batch.to_pylist() for batch in pyarrow.ipc.open_stream(source))
-        return
-    with pyarrow.parquet.ParquetFile(file) as table:
-        for group in range(table.metadata.num_row_groups):  # Arrow joins no nested columns of two groups
-            yield from (batch.to_pylist() for batch in table.iter_batches(1024, row_groups=[group]))
+    else:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            for group in range(table.metadata.num_row_groups):  # Arrow joins no nested columns of two groups
+                yield from (batch.to_pylist() for batch in table.iter_batches(1024, row_groups=[group]))
 
 
 def _without_nulls(value: Any) -> Any:

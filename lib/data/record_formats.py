@@ -13,7 +13,7 @@ import json
 import math
 import os.path
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, cast, get_args
 
@@ -563,9 +563,8 @@ def parse(record: JSON, columns: Columns, kind: RecordKind) -> Record:
     for name in reader.unread:
         _require_unimportant(name, record[name], reader.name)
     draft, label = reader.form.read(record), None
-    if reader.form.has != "text":
-        listed = tuple(map(_listed, draft.completions, draft.names))
-        draft = draft._replace(prompt=_listed(draft.prompt, "prompt"), completions=listed)
+    listed = tuple(map(_listed, draft.completions, draft.names))
+    draft = draft._replace(prompt=_listed(draft.prompt, "prompt"), completions=listed)
     if kind == "unpaired":
         label = _label(record, columns.label if columns.label in record else LABEL)
     if len(draft.completions) == 2 and draft.completions[0] == draft.completions[1]:
@@ -670,6 +669,15 @@ def _label(record: JSON, column: str) -> bool:
     if value not in (True, False):  # 1 and 0, too
         raise Unusable(f"column {column!r} is {json.dumps(record[column], default=str)}, not true or false")
     return bool(value)
+
+
+def answer_text(record: Mapping[str, Any]) -> str | None:
+    """What a program can check an answer by; None where that is blank, or neither text nor a number."""
+    answer = record.get(ANSWER)
+    if isinstance(answer, float):  # pandas writes 72.0 for 72 where other rows have none
+        answer = int(answer) if answer.is_integer() else answer if math.isfinite(answer) else None
+    is_written = isinstance(answer, str | int | float) and not isinstance(answer, bool)
+    return str(answer).strip() or None if is_written else None
 
 
 # ---- Conversations

@@ -251,9 +251,7 @@ def with_splits(settings: DataSettings, tell: Tell = silent, holds_out: bool = T
     if not any(parts.values()):
         return settings
     if not train:
-        raise UserError(
-            f"{folder}: its files are called valid or test, and none train; name those to train with data.train=FILE"
-        )
+        raise UserError(f"{folder}: its files are called valid or test; name those to train with data.train=FILE")
     valid = parts.pop("validation") if holds_out and not (settings.valid or settings.holdout) else []
     uses = {"trained": train, "held out": valid, "left": [*itertools.chain(*parts.values())]}
     names = {use: ", ".join(str(path.relative_to(folder)) for path in paths) for use, paths in uses.items() if paths}

@@ -36,7 +36,7 @@ from mlx_lm.utils import load_tokenizer as load_words
 from lib.config import read_file
 from lib.config.settings import REWARD_MODEL, Config, DataSettings, EvaluateSettings
 from lib.data.prompts import Prompts, prompt_of
-from lib.data.record_formats import ANSWER
+from lib.data.record_formats import ANSWER, answer_text
 from lib.data.sources import Records
 from lib.data.tokenizer import Tokenizer, Vocabulary
 from lib.errors import UserError
@@ -126,11 +126,10 @@ class Checker(Judge):
         return [[float(self.is_right(text, self._answer(q))) for text in q.completions] for q in questions]
 
     def _answer(self, question: Question) -> str:
-        answer = question.record.get(ANSWER)
-        if not isinstance(answer, str | int | float):
+        if (answer := answer_text(question.record)) is None:
             columns = f"(columns: {', '.join(question.record)}); add it, or set evaluate.judge"
             raise UserError(f"{question.place}: no {ANSWER!r} to check completions by {columns}")
-        return str(answer).strip()
+        return answer
 
 
 # ---- Functions and commands

@@ -39,8 +39,8 @@ def write(run: TrainedRun, folder: Path, to: str, proven: str) -> None:
         data["base_model"], data["base_model_relation"] = base, relation
     objective = "SFT" if names == ["sft"] else f"{' + '.join(names)} loss, beta {train.beta}"
     options = run.generate_options(folder if to == "fused" else run.base)
-    if options is None and to == "mlx":  # mlx-lm would take the base's chat template
-        use = "of the chat template that was trained: python -m lib.export RUN --to fused"
+    if options is None and to == "mlx":  # mlx-lm would take the base's chat template, or cannot load it
+        use = "mlx-lm has it as it was trained by: python -m lib.export RUN --to fused"
     use = use.format(base=shown(base), options=f" {shlex.join(options or ())}".rstrip())
     summary = run.folder / "summary.json"
     stored = read_file.read_object(summary, "the run's") if summary.exists() else {}

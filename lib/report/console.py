@@ -375,7 +375,7 @@ def show_end(say: RunConsole, folder: Path, loss: object) -> None:
     say.line("")
     say.facts(f"{summary['steps']:,} steps, {summary['pairs']:,} {unit}", [*tables.facts(summary, unit), results])
     say.line("")
-    if (options := summary.get("generate_options", [])) is not None:  # else mlx-lm would take another chat template
+    if (options := summary.get("generate_options", [])) is not None:  # else mlx-lm would render otherwise, or fail
         generate = ["mlx_lm", "generate", "--model", summary["model"], "--adapter-path", str(folder)]
         say.command([*words, *generate, "--prompt", "...", *options], lead="try it    ")
     say.command([*words, "lib.server", "--run", str(folder)], lead="serve it  ")

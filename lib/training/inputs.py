@@ -76,9 +76,13 @@ def unnamed_ends(of_model: Any, model: ModelSettings, data: DataSettings) -> lis
 
 def generate_options(of_model: Any, model: ModelSettings, data: DataSettings) -> list[str] | None:
     """The words that make `mlx_lm generate` render a prompt and end its answer as this run does; None where no words
-    do: it has the model's own chat template, whatever data.chat_template."""
+    do: it has the model's own chat template, whatever data.chat_template, and no DoRA on 3, 5 or 6 bits."""
     if of_model is None:
         return []
+    stored = tokenizer.stored_config(model).get("quantization") or {}
+    layers = [part for part in (stored, *stored.values()) if isinstance(part, dict)]
+    if model.method == "dora" and any(32 % part.get("bits", 32) for part in layers):
+        return None  # mlx-lm reads another width of DoRA's layers than they have
     template, question = Encoder(of_model, data, None).template, [{"role": "user", "content": "Is 7 a prime?"}]
     words = [word for end in unnamed_ends(of_model, model, data) for word in ("--extra-eos-token", end)]
     if not template.is_used:
