@@ -255,7 +255,7 @@ def test_the_dashboard_shows_rounds(whole: tuple[Path, list[str]]) -> None:
     held_out = panels["Held-out score"]["data"][0]
     assert held_out["x"] == [0, 1, 2, 3], "and the policy before the first round"
     assert held_out["y"][1:] == [one["held_out"]["held_out_score"] for one in verdicts]
-    assert run_report.png([("score", panels["Mean score of the answers"])]).startswith(b"\x89PNG")
+    assert run_report.png([*map(run_report.picture, charts.round_panels(history))]).startswith(b"\x89PNG")
 
 
 def stopped_at(owner: type, method: str, count: int) -> Callable[[pytest.MonkeyPatch], None]:

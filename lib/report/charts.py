@@ -160,6 +160,7 @@ def figure(traces: list[Plotly], x_title: str, y_title: str | None = None, **y_a
 # ---- The sections of a run's pages, which the dashboard and the report both show
 
 SHOWN_EVENTS, SHOWN_ROUNDS = 200, 30  # the newest
+LEARNING = "Learning"  # the section of learning's panels
 
 
 class PageSection(NamedTuple):
@@ -185,7 +186,7 @@ def sections_of(runs: Sequence[RunHistory], now: RunFigures) -> list[PageSection
     each = [
         PageSection("Held out", ("", "before", "after"), tables.held_out(before, now.held_out)),
         PageSection("Figures", None, tables.facts(summary, tables.unit_of(train.get("loss")))),
-        PageSection("Learning", panels=learning(runs)),
+        PageSection(LEARNING, panels=learning(runs)),
         *round_sections(run),
         PageSection("Ranks and hosts", *tables.ranks(summary["ranks"]), texts=elsewhere if missing else ()),
         PageSection("Machines", panels=[speed(run, now)]),

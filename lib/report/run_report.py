@@ -15,22 +15,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import numpy as np
 
 from lib.errors import UserError
 from lib.report import charts
-from lib.report.charts import Plotly
-from lib.report.history import RunHistory, figures
+from lib.report.charts import PageSection, Panel
+from lib.report.history import RunFigures, RunHistory, figures
 from lib.report.model_card import CARD, CURVES, REPORT, model_card
 from lib.system import files
 from lib.system.model_folder import ADAPTER_WEIGHTS
 
-matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402  (after the backend is chosen)
-
 STYLE = Path(__file__).with_suffix(".css")
 DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 PICTURED = 4  # panels of learning
+PANEL_INCHES, DOTS_PER_INCH = (3.6, 2.95), 130
+PLACE = 0.2, 0.16, 0.77, 0.75  # of the axes in a panel: to look where labels end would take as long as drawing
 
 
 def write(folder: Path) -> list[Path]:
@@ -41,9 +40,11 @@ def write(folder: Path) -> list[Path]:
         pass
     if not run.events and not run.series:
         raise UserError(f"{folder} has no records; a run's folder has them in logs/")
-    written = {REPORT: report_html(run).encode("utf-8", "replace")}
-    if panels := charts.learning([run])[:PICTURED]:
-        written[CURVES] = png([(panel.title, panel.figure) for panel in panels])
+    now = figures(run, time.time())
+    pictured = [(section, [*map(picture, section.panels)]) for section in charts.sections_of([run], now)]
+    written = {REPORT: report_html(run, now, pictured).encode("utf-8", "replace")}
+    if learning := next((pictures for section, pictures in pictured if section.title == charts.LEARNING), None):
+        written[CURVES] = png(learning[:PICTURED])
     if (folder / ADAPTER_WEIGHTS).exists():
         written[CARD] = model_card(run).encode("utf-8", "replace")
     for name, content in written.items():
@@ -51,61 +52,54 @@ def write(folder: Path) -> list[Path]:
     return [folder / name for name in written]
 
 
-def draw(axis: Any, title: str, figure: Plotly) -> None:
-    """The lines and points of a figure, as a panel."""
+def picture(panel: Panel) -> np.ndarray:
+    """A panel with its title, drawn: uint8 [height, width, 4]."""
+    from matplotlib import figure as plot  # here: half a second that the start of a run would wait for
+    from matplotlib import ticker
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas, figure = FigureCanvasAgg(plot.Figure(PANEL_INCHES, DOTS_PER_INCH)), panel.figure
+    axis: Any = canvas.figure.add_axes(PLACE)
     y_axis = figure["layout"]["yaxis"]
     for trace in figure["data"]:
         look, symbols = trace["line"], trace.get("marker", {}).get("symbol", "circle")
         values = [float("nan") if value is None else value for value in trace["y"]]
-        axis.plot(
-            trace["x"],
-            values,
-            DASHES[look.get("dash", "solid")] if "lines" in trace["mode"] else "",
-            marker="o" if "markers" in trace["mode"] else None,
-            color=look["color"],
-            linewidth=look.get("width", 1.4),
-            markersize=4,
-            alpha=trace.get("opacity", 1.0),
-            label=html.unescape(trace["name"]).replace("$", r"\$") if trace.get("showlegend", True) else None,
-        )
+        label = html.unescape(trace["name"]).replace("$", r"\$") if trace.get("showlegend", True) else None
+        lines = DASHES[look.get("dash", "solid")] if "lines" in trace["mode"] else ""
+        shown = {"color": look["color"], "linewidth": look.get("width", 1.4), "alpha": trace.get("opacity", 1.0)}
+        marker = "o" if "markers" in trace["mode"] else None
+        axis.plot(trace["x"], values, lines, marker=marker, markersize=4, label=label, **shown)
         undone = [i for i, symbol in enumerate(symbols if isinstance(symbols, list) else []) if symbol == "x"]
         axis.plot([trace["x"][i] for i in undone], [values[i] for i in undone], "x", markersize=10)
-    axis.set_title(title, fontsize=10)
+    axis.set_title(panel.title, fontsize=10)
     axis.set_xlabel(figure["layout"]["xaxis"]["title"]["text"], fontsize=9)
     axis.set_ylabel(y_axis["title"]["text"], fontsize=9)
     if y_axis.get("tickformat") == ".1%":
-        axis.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=1))
+        axis.yaxis.set_major_formatter(ticker.PercentFormatter(1.0, decimals=1))
     axis.tick_params(labelsize=8)
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=7, frameon=False)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())
 
 
-def png(panels: Sequence[tuple[str, Plotly]], width: float = 3.4) -> bytes:
-    """Figures with their titles in a row, as a picture. width: inches of a panel."""
-    size = (width * len(panels), 0.82 * width)
-    picture, axes = pyplot.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
-    for axis, (title, figure) in zip(axes[0], panels, strict=True):
-        draw(axis, title, figure)
+def png(pictures: Sequence[np.ndarray]) -> bytes:
+    """Pictures beside each other, as a file."""
+    from matplotlib import image
+
     content = io.BytesIO()
-    picture.savefig(content, dpi=130, format="png")
-    pyplot.close(picture)
+    image.imsave(content, np.hstack(pictures), format="png")
     return content.getvalue()
 
 
-def _image(title: str, figure: Plotly) -> str:
-    """A figure as an element that holds its picture: nothing is fetched."""
-    content = base64.b64encode(png([(title, figure)], width=4)).decode()
-    return f'<img alt="{html.escape(title)}" src="data:image/png;base64,{content}">'
-
-
-def report_html(run: RunHistory) -> str:
+def report_html(run: RunHistory, now: RunFigures, pictured: Sequence[tuple[PageSection, Sequence[np.ndarray]]]) -> str:
     """The whole report as one file of HTML."""
-    now, escape = figures(run, time.time()), html.escape
+    escape = html.escape
     base = f"{(run.config.get('model') or {}).get('path')}, {now.state}. Plan: {now.plan.get('reason') or 'none'}"
     parts = [f'<h1>{escape(run.name)}</h1><p class="soft">{escape(base)}</p>']
-    for section in charts.sections_of([run], now):
+    for section, pictures in pictured:
         parts.append(f"<h2>{escape(section.title)}</h2>")
         if section.rows:
             titles = "".join(f"<th>{escape(title)}</th>" for title in section.head or ())
@@ -114,9 +108,12 @@ def report_html(run: RunHistory) -> str:
             kind = " class=numbers" if titles else ""
             parts.append(f'<div class="scroll"><table{kind}>{body}</table></div>')
         parts += [f"<pre>{escape(text)}</pre>" for text in section.texts]
-        parts.append(
-            f'<div class="panels">{"".join(_image(panel.title, panel.figure) for panel in section.panels)}</div>'
-        )
+        encoded = [base64.b64encode(png([each])).decode() for each in pictures]
+        images = [
+            f'<img alt="{escape(panel.title)}" src="data:image/png;base64,{data}">'  # nothing is fetched
+            for panel, data in zip(section.panels, encoded, strict=True)
+        ]
+        parts.append(f'<div class="panels">{"".join(images)}</div>')
     settings = escape(json.dumps(run.config, indent=1))
     parts.append(f"<details><summary>Settings</summary><pre>{settings}</pre></details>")
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
