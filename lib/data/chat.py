@@ -5,6 +5,7 @@ A template that leaves out part of a message is refused: it would train on somet
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -210,7 +211,7 @@ class ChatTemplate:
         if reserved := RESERVED & chat.template_arguments.keys():
             raise Unusable(f"chat_template_kwargs: {min(reserved)!r} is no argument of a template")
         losses, refusals = list[Unusable](), list[Unusable]()
-        for form in (chat, *_adaptions(chat)):
+        for form in itertools.chain([chat], _adaptions(chat)):
             try:
                 prompt = self.apply(form, form.prompt, is_prompt=True)
                 wholes = [self.apply(form, [*form.prompt, *answer]) for answer in form.completions]

@@ -7,7 +7,9 @@ The prompt is what inference sends, token for token, and a completion is what th
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,6 +22,9 @@ from lib.data.record_formats import Columns, Record, RecordKind, Tokens, Unusabl
 from lib.data.tokenize import Encoded, Encoder, truncate
 from lib.data.tokenizer import NO_LIMITS, Tokenizer, Vocabulary, require_own
 from lib.errors import UserError
+from lib.system import os_commands
+
+THREADS, CHUNK = 4, 256  # that tokenise, and records in memory as text
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,16 +235,24 @@ class Tokenisation(NamedTuple):
 
     def rows(self, records: Any, numbers: Iterable[int]) -> Iterator[tuple[str, tuple[Pieces, bool] | Unusable]]:
         """Of some records by number the place, and ids with whether they were cut; or why there are none."""
-        for place, record in self.placed(records, numbers):
-            if self.encoder is None and not isinstance(record, Tokens | Unusable):
-                raise UserError(
-                    f"{place}: its records are text, and the model has no tokenizer; add one to the model's folder, "
-                    "or give token ids (prompt_ids, chosen_ids, rejected_ids)"
-                )
-            try:
-                yield place, self._finish(record)
-            except Unusable as why:
-                yield place, why
+        # Half of the time is a fast tokenizer's, which lets other threads run.
+        is_fast = self.encoder is not None and self.encoder.tokens.is_fast
+        placed = self.placed(records, numbers)
+        with ThreadPoolExecutor(min(THREADS, os_commands.own_cores()) if is_fast else 1) as pool:
+            while chunk := list(itertools.islice(placed, CHUNK)):
+                places, forms = zip(*chunk, strict=True)
+                yield from zip(places, pool.map(self._result, places, forms), strict=True)
+
+    def _result(self, place: str, form: Record | Unusable) -> tuple[Pieces, bool] | Unusable:
+        if self.encoder is None and not isinstance(form, Tokens | Unusable):
+            raise UserError(
+                f"{place}: its records are text, and the model has no tokenizer; add one to the model's folder, "
+                "or give token ids (prompt_ids, chosen_ids, rejected_ids)"
+            )
+        try:
+            return self._finish(form)
+        except Unusable as why:
+            return why
 
     def dataset(self, name: str, records: sources.Records, numbers: np.ndarray) -> Dataset:
         """The records of these numbers, int64 [n], in memory; one may be there twice. Raises as `load_dataset`."""

@@ -67,12 +67,14 @@ class TextTokens:
         self.tokenizer = tokenizer
         # mlx-lm's wrapper passes attributes on, but cannot be called; the tokenizer inside it can.
         self.inner: Any = tokenizer if callable(tokenizer) else getattr(tokenizer, "_tokenizer", None)
-        self._is_fast = self.inner is not None and getattr(self.inner, "is_fast", False)
+        self.is_fast = self.inner is not None and getattr(self.inner, "is_fast", False)
         self._is_blank: dict[int, bool] = {}
-        self._kept = functools.lru_cache(maxsize=16)(self._ask)  # a prompt is asked for with each of its completions
+        self._kept = functools.lru_cache(maxsize=64)(self._ask)  # a prompt is asked for with each of its completions
+        if self.is_fast:
+            self.ids("")  # transformers sets it up when it is first asked, which no two threads may do at once
 
     def _ask(self, text: str) -> tuple[int, ...]:
-        if not self._is_fast:
+        if not self.is_fast:
             return tuple(self.tokenizer.encode(text, add_special_tokens=False))
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         return tuple(self.inner(text, **options)["input_ids"])
@@ -83,7 +85,7 @@ class TextTokens:
 
     def starts(self, text: str) -> tuple[list[int], list[int]]:
         """Ids of a text, and for each the character that it begins at; a slow tokenizer is asked by prefixes."""
-        if self._is_fast:
+        if self.is_fast:
             options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
             encoding = self.inner(text, **options)
             return encoding["input_ids"], [start for start, _ in encoding["offset_mapping"]]
@@ -187,8 +189,8 @@ def vocabulary_digest(tokenizer: Tokenizer) -> str:
 
 def require_own(record: object, tokenizer: Tokenizer | None, place: str) -> None:
     """Raises UserError: a record's ids are of another tokenizer's vocabulary."""
-    stored, digest = getattr(record, "vocabulary", ""), vocabulary_digest(tokenizer) if tokenizer else ""
-    if stored and digest and stored != digest:
+    stored = getattr(record, "vocabulary", "")
+    if stored and tokenizer and vocabulary_digest(tokenizer) not in ("", stored):
         raise UserError(
             f"{place}: its token ids are of another tokenizer than the model's; leave the columns ending in _ids out "
             "of the file, and its texts are read"
