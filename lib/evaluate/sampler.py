@@ -22,6 +22,7 @@ from lib.data.order import micro_batches
 from lib.data.tokenizer import Tokenizer
 from lib.distributed.world import World
 from lib.errors import Stopped
+from lib.model.layout import layout_of
 from lib.model.token_stream import rounding_tolerance
 from lib.system import out_of_memory
 
@@ -118,9 +119,10 @@ class Sampler:
     ):
         self.model, self.tokenizer, self.settings, self.world = model, tokenizer, settings, world
         self.end_tokens = sorted(tokenizer.eos_token_ids)
-        self.pads = True
-        # To try it, ranks with unlike blocks would have to fail alike.
-        self.pads = not world.divides_model and self._can_pad()
+        self.pads, layout = True, layout_of(model)
+        if layout.pads_prompts is None and not world.divides_model:  # ranks with unlike blocks would have to fail alike
+            layout.pads_prompts = self._can_pad()
+        self.pads = not world.divides_model and bool(layout.pads_prompts)
 
     def _can_pad(self) -> bool:
         """Whether mlx-lm's batched caches serve this family: recurrent layers and soft caps need not. It is tried."""
@@ -129,13 +131,14 @@ class Sampler:
         self.model.eval()
         try:
             plain = mx.concatenate([self.model(mx.array([ids]))[:, -1] for ids in prompts]).astype(mx.float32)
-            error = self._prefill_error(prompts, plain)
-            rounding = self._prefill_error(prompts[1:] * 2, plain[1:])  # of a batch, without padding
+            error, allowed = self._prefill_error(prompts, plain), rounding_tolerance(self.model)
+            if allowed < error < np.inf:
+                rounding = self._prefill_error(prompts[1:] * 2, plain[1:])  # of a batch, without padding
+                allowed = max(allowed, min(2 * rounding, MOST_ROUNDING))
         except Exception:  # a family's own code, handed what it does not expect, may raise anything
             return False
         finally:
             self.model.train(was_training)
-        allowed = max(rounding_tolerance(self.model), min(2 * rounding, MOST_ROUNDING))
         return bool(error <= allowed or not np.isfinite(error))
 
     def _prefill_error(self, prompts: Sequence[list[int]], plain: mx.array) -> float:

@@ -137,6 +137,7 @@ class ModelLayout:
     stream_fault: str | None = None  # why a stream is not the same as whole rows; "" if it is; None while not known
     token_keys: mx.array | None = None  # uint32 [N, 2], of the tokens of the batch that runs, while it trains
     past: tuple[int, int] = 0, 0  # states of a recurrence; caches of an attention that takes several
+    pads_prompts: bool | None = None  # whether prompts of several lengths are answered together; None while not known
     ends_early: bool = False  # whether the last block may compute the scored tokens alone after its attention
 
 
