@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import json
 import os
 import re
@@ -38,7 +39,6 @@ DEFAULTS = {
     "OMPI_MPI_THREAD_LEVEL": "3",  # MPI_THREAD_MULTIPLE: MLX calls MPI from its stream's thread
     "MPI4PY_RC_INITIALIZE": "0",  # MLX initialises MPI; the second to do it gets a world of one
     "MPI4PY_RC_FINALIZE": "0",
-    "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",  # else CUDA ends a process at its 801st kind of graph (mlx#4326)
     "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # mlx-lm sets it, too: no line about torch
     # For an mpirun that this process starts: as root (a container, CI), and more ranks than cores.
@@ -282,6 +282,9 @@ def status_of(main: Callable[[], int]) -> int:
     except Exception:  # a bug; the other ranks must not wait for this one
         traceback.print_exc()
         return leave(1, launch_environment(), alone=True)
+    finally:
+        if not {"OMPI_COMM_WORLD_SIZE", "MLX_RANK"} & os.environ.keys():  # else groups of ranks are to be freed
+            gc.freeze()  # at its end Python would look through all objects for cycles: half a second
 
 
 if __name__ == "__main__":

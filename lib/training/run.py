@@ -305,6 +305,8 @@ def open_run(
         layout = reference_model.layout(model, config.data, world)
         if layout.why_not:
             say.line(f"prompts run once for each completion: {layout.why_not}")
-        world.require_equal("model files", load.fingerprint(config.model, config.train.seed))
-        world.require_equal("initial weights", adapter_files.digest(world.replicated(adapter_files.trainable(model))))
+        if world.size > 1:  # to hash a large model takes as long as to read it
+            weights = world.replicated(adapter_files.trainable(model))
+            world.require_equal("model files", load.fingerprint(config.model, config.train.seed))
+            world.require_equal("initial weights", adapter_files.digest(weights))
         return TrainingRun(config, world, hosts, inputs, plan, model, optimizer, layout, say, compiling.pop_all())
