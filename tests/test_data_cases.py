@@ -242,6 +242,20 @@ def test_tables_hold_messages_and_labels_as_text(tmp_path: Path) -> None:
         parse({"messages": "[{'role': 'user'}\n {'role': 'assistant'}]"}, columns, "sft")
 
 
+def test_a_stream_of_the_hub_says_what_a_file_says(tmp_path: Path) -> None:
+    from pyarrow import Table, parquet
+
+    rows = [PAIR | {"prompt": f"<image> {i}?", "documents": ["a"]} for i in range(8)]
+    parquet.write_table(Table.from_pylist(rows), tmp_path / "train.parquet", row_group_size=4)
+    said, vocabulary = dict[bool, list[str]](), Vocabulary(context=16)
+    for streaming in (True, False):
+        settings = DataSettings(train=f"hf://{tmp_path}", cache_dir=str(tmp_path / f"{streaming}"), streaming=streaming)
+        open_training(
+            settings, "preference", wrapped(), tell=said.setdefault(streaming, []).append, vocabulary=vocabulary
+        )
+    assert said[True][1:] == said[False][1:] and len(said[True]) == 4
+
+
 def test_a_folder_of_save_to_disk_is_read(tmp_path: Path) -> None:
     import pyarrow
 

@@ -221,8 +221,13 @@ def test_auto_divides_a_model_that_one_host_cannot_hold() -> None:
     assert small.strategy == "sharded" and small.division is not None and small.shares == [32]
     assert "host b: one pair needs 20.00 GB, but it has 18.00 GB less 10% headroom" in small.reason
     assert any(way.strategy.startswith("independent, synchronous: too large") for way in small.predictions)
-    with pytest.raises(UserError, match="host b: one pair needs 20.00 GB"):
-        planned([host("a", 128), host("b", 18)], "strategy=synchronous", shape=SHAPE)
+    for hosts, words, remedy in (
+        (["a", "b"], ["strategy=synchronous"], "try strategy=auto without plan.shares, which divides the model"),
+        (["b"], ["model.method=full"], "a smaller data.max_length, model.method=lora, more machines"),
+        (["b"], ["plan.memory_limit_gb=18"], "try a larger plan.memory_limit_gb, .*, a quantised model, more machines"),
+    ):
+        with pytest.raises(UserError, match=f"host b: one pair needs 20.00 GB, .* headroom; .*{remedy}$"):
+            planned([host(name, {"a": 128, "b": 18}[name]) for name in hosts], *words, shape=SHAPE)
 
 
 def test_every_strategy_is_predicted_and_the_reason_given() -> None:

@@ -11,20 +11,22 @@ import functools
 import hashlib
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
 from lib.config.settings import DataSettings
 from lib.data import hub, record_files, sources
 from lib.data.dataset import Dataset, Example, Pieces, Sized, Tokenisation, load_dataset, with_mismatched
-from lib.data.record_formats import JSON, Columns, RecordKind, Unusable, Unwanted, rows_of
+from lib.data.record_formats import JSON, Columns, RecordKind, Unusable, Unwanted, rows_of, unread_columns
 from lib.data.sources import Records, Tell
 from lib.data.tokenizer import NO_LIMITS, Tokenizer, Vocabulary
 from lib.errors import UserError
 from lib.system import files
 
+Data: TypeAlias = "Dataset | StreamedDataset"
 SAMPLE_ROWS = 256  # that are tokenised to know how many tokens a character makes
 
 
@@ -36,7 +38,7 @@ def open_training(
     tell: Tell,
     mismatched: bool = False,
     vocabulary: Vocabulary = NO_LIMITS,
-) -> Dataset | StreamedDataset:
+) -> Data:
     """data.train without what is held out: in memory, or, from 64 MB on (data.streaming), as it is needed.
 
     mismatched: whether each row gets another prompt's completion, too. Raises UserError: as `load_dataset`; of a
@@ -48,16 +50,15 @@ def open_training(
         is_simple = not (settings.holdout or settings.deduplicate or mismatched or kind == "unpaired")
         if is_simple and (remote := hub.parquet_files(train)):
             groups = RowGroups(train, remote, settings, kind, tell)
-            return StreamedDataset(train, groups, np.arange(len(groups)), tokenisation)
+            return _told(StreamedDataset(train, groups, np.arange(len(groups)), tokenisation), tokenisation, tell)
         tell(f"{train}: the whole set is fetched first; only pairs and answers in parquet stream from the hub")
     records, rows = sources.open_sources(train, settings, kind, False if settings.holdout else None, tell)
-    if unread := ", ".join(dict.fromkeys(name for index in records.indices for name in index.unread)):
-        tell(f"columns that nothing reads: {unread}; data.ignore=[{unread}] says that this is meant")
+    _tell_unread((name for index in records.indices for name in index.unread), tell)
     name, streams = " + ".join(sources.weights_of(train)), settings.streaming
     if streams is None:
         streams = sum(index.stamp[0] for index in records.indices) >= sources.STREAMED_BYTES
     longest_row = vocabulary.row_tokens(settings.max_length)
-    data: Dataset | StreamedDataset
+    data: Data
     if streams and mismatched:
         tell(f"{name}: read whole, not as it is needed: train.loss=kto compares each row with others")
     if mismatched or not streams:
@@ -70,8 +71,18 @@ def open_training(
         )
     else:
         data = StreamedDataset(name, records, rows, tokenisation)
+    return _told(data, tokenisation, tell)
+
+
+def _tell_unread(names: Iterable[str], tell: Tell) -> None:
+    if unread := ", ".join(dict.fromkeys(names)):
+        tell(f"columns that nothing reads: {unread}; data.ignore=[{unread}] says that this is meant")
+
+
+def _told(data: Data, tokenisation: Tokenisation, tell: Tell) -> Data:
+    """The data set, after what was noticed of its texts, its template and its longest row is said."""
     tokenisation.tell_notes(tell)
-    longest, context = int(data.lengths.max()), vocabulary.context
+    longest, context = int(data.lengths.max()), tokenisation.vocabulary.context
     if context is not None and longest > context:
         tell(
             f"rows have up to {longest:,} tokens, {longest / context:.1f} times the model's max_position_embeddings of "
@@ -125,7 +136,9 @@ class RowGroups:
         self.segments = np.cumsum(sizes)
         self._read = functools.lru_cache(maxsize=4)(self._read_group)
         tell(f"{source}: {len(self):,} rows in {len(self._groups):,} row groups, fetched one after the other")
-        first = rows_of(self[0], Columns.of(settings), kind)[0]
+        columns, record = Columns.of(settings), self[0]
+        _tell_unread([] if isinstance(record, Unusable) else unread_columns(record, columns, kind), tell)
+        first = rows_of(record, columns, kind)[0]
         self.formats = "parquet" if isinstance(first, Unusable) else first.columns
 
     def __len__(self) -> int:

@@ -25,7 +25,7 @@ class TooLarge(UserError):
         needs = "one pair needs" if pairs == 1 else f"{pairs} pairs need"
         super().__init__(
             f"host {host}: {needs} {self.needed_bytes / 1e9:.2f} GB, but it has {(limit_bytes or 0) / 1e9:.2f} GB less "
-            f"{MEMORY_HEADROOM:.0%} headroom; try a smaller data.max_length or a quantised model, or leave the host out"
+            f"{MEMORY_HEADROOM:.0%} headroom"
         )
 
 

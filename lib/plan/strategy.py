@@ -34,7 +34,7 @@ SHOWN_ALONE = 8  # single hosts in the table of predictions: the fastest ones
 def plan(facts: PlanFacts) -> ClusterPlan:
     """The plan of a run, with the predictions of all strategies.
 
-    Raises TooLarge: the model fits no host, and cannot be divided; UserError: settings that do not fit world or model.
+    Raises UserError: the model fits no host, and cannot be divided; settings that do not fit world or model.
     """
     facts, warnings = prepared(facts)
     settings = facts.settings
@@ -46,7 +46,7 @@ def plan(facts: PlanFacts) -> ClusterPlan:
         except TooLarge as too_large:
             is_open = settings.strategy == "auto" and settings.plan.shares is None
             if not is_open or not any(map(facts.can_divide, DIVIDED)):
-                raise
+                raise UserError(f"{too_large}; try {_less_memory(facts)}") from None
             chosen = _plan_divided(facts, DIVIDED, too_large)
     if chosen.calibrated:
         others = [_divided_by(facts, strategy)[0] for strategy in reversed(DIVIDED)]
@@ -63,6 +63,17 @@ def plan(facts: PlanFacts) -> ClusterPlan:
     key = facts.key.model_copy(update={"gradient_checkpointing": recomputes})
     basis = Basis(facts.key, step_seconds=seconds, needed_bytes=partial(facts.needed_bytes, key=key))
     return replace(chosen, basis=basis, warnings=(*warnings, *chosen.warnings))
+
+
+def _less_memory(facts: PlanFacts) -> str:
+    """What a user can do about a pair that a host cannot hold, in words."""
+    settings, several = facts.settings, len(facts.hosts) > 1
+    model, limit = settings.model, settings.plan.memory_limit_gb is not None
+    ways = ["a larger plan.memory_limit_gb"] * limit + ["a smaller data.max_length"]
+    ways += ["model.method=lora"] * (model.method == "full") + ["model.dropout=0"] * bool(model.dropout)
+    ways += ["a quantised model"] * (model.method != "full") + [f"more machines{', or without this host' * several}"]
+    may_divide = several and any(map(facts.can_divide, DIVIDED))
+    return "strategy=auto without plan.shares, which divides the model" if may_divide else ", ".join(ways)
 
 
 # ---- The whole model on every host

@@ -218,7 +218,7 @@ class Learner:
         if at_one and (self.recomputes or not (model.may_turn_on_checkpointing and hasattr(run.model, "layers"))):
             hosts = ", ".join(f"rank {rank} ({before.ranks[rank].host})" for rank in at_one)
             what = f"a single pair{' and gradient checkpointing' * self.recomputes}"
-            remedy = "a smaller data.max_length, strategy=sharded"
+            remedy = f"a smaller data.max_length, {'strategy=pipelined' if run.world.size > 1 else 'a quantised model'}"
             if not self.recomputes:
                 remedy = "model.gradient_checkpointing=true with model.dropout=0"
             raise AgreedError(f"{hosts} ran out of memory with {what}: {held} ({failure}); try {remedy}")
