@@ -91,8 +91,8 @@ def is_translated() -> bool:
 
 def versions(packages: Sequence[str] = ("mlx", "mlx-lm")) -> dict[str, str]:
     """Of those that are installed; by default of those whose change makes a measurement stale."""
-    installed = {package.name.lower(): package.version for package in metadata.distributions()}
-    return {name: installed[name] for name in packages if name in installed}
+    found = {name: next(iter(metadata.distributions(name=name)), None) for name in packages}
+    return {name: package.version for name, package in found.items() if package}
 
 
 @functools.cache  # asked of git, and of every package
