@@ -119,10 +119,10 @@ class Sampler:
     ):
         self.model, self.tokenizer, self.settings, self.world = model, tokenizer, settings, world
         self.end_tokens = sorted(tokenizer.eos_token_ids)
-        self.pads, layout = True, layout_of(model)
-        if layout.pads_prompts is None and not world.divides_model:  # ranks with unlike blocks would have to fail alike
+        layout, self.pads = layout_of(model), not world.divides_model  # whose ranks would have to fail alike
+        if self.pads and layout.pads_prompts is None:
             layout.pads_prompts = self._can_pad()
-        self.pads = not world.divides_model and bool(layout.pads_prompts)
+        self.pads = bool(self.pads and layout.pads_prompts)
 
     def _can_pad(self) -> bool:
         """Whether mlx-lm's batched caches serve this family: recurrent layers and soft caps need not. It is tried."""
