@@ -28,6 +28,7 @@ from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.model.layout import block_list_of
 from lib.model.quantised import device
+from lib.report.history import RunHistory, figures
 from lib.system import mpi_and_blas
 from lib.system.records import PerformanceTracker, read_records
 from lib.training import checkpoint, inputs, run_facts, trial
@@ -58,6 +59,15 @@ def test_the_wall_seconds_and_the_cost_of_a_run_are_of_all_its_processes(tmp_pat
     assert state["wall_seconds"] + both["seconds"] - first["seconds"] < both["wall_seconds"]
     assert both["wall_seconds"] < state["wall_seconds"] + process_seconds
     assert both["cost"]["cost"] == pytest.approx(both["wall_seconds"])
+    history = RunHistory(run)
+    while history.read():
+        pass
+    page = figures(history, time.time()).summary  # the page's figures are these
+    assert [page[name] for name in ("seconds", "wall_seconds", "cost")] == [
+        both["seconds"],
+        both["wall_seconds"],
+        both["cost"],
+    ]
 
 
 def test_ctrl_c_is_one_line_and_resumes(tmp_path: Path) -> None:

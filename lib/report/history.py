@@ -218,9 +218,11 @@ def figures(run: RunHistory, now: float) -> RunFigures:
         "cost": None,
         "ranks": ranks,
     }
+    if ends:  # the run's own figures count merges, too
+        summary |= {name: run.stored_summary.get(name, summary[name]) for name in ("seconds", "wall_seconds")}
     with contextlib.suppress(ValidationError):  # prices of another version
         prices = CostSettings.model_validate(run.config.get("cost") or {})
-        summary["cost"] = hosts_cost(hosts or [host for _, host in series], elapsed, prices)
+        summary["cost"] = hosts_cost(hosts or [host for _, host in series], summary["wall_seconds"], prices)
     # At its end, a run may go back to the weights of an earlier step.
     evaluations = [end for end in ends if end.get("rank", 0) == 0 and end.get("final_step") is not None]
     return RunFigures(
