@@ -56,7 +56,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
     from lib.evaluate.evaluator import Evaluator
     from lib.report import console, run_report
     from lib.rollouts import rounds
-    from lib.training import inputs, run_facts
+    from lib.training import inputs, run_end, run_facts
     from lib.training.loop import TrainingLoop
 
     def trial(folder: str) -> None:
@@ -93,7 +93,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
         evaluator.show("after")
 
         # Finish: the adapter where mlx-lm finds it, the figures, the curves.
-        loop.finish()
+        run_end.finish(run, loop.latest, loop.final_step)
         if world.rank == 0 and config.run.pages:
             run_report.write(run.folder)
         console.show_end(say, run.folder, config.train.loss)

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lib.training.unpaired_losses import needs_mismatched
+
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from lib import environment
@@ -47,7 +49,8 @@ from lib.model import (
     adapters,  # noqa: E402
     load,  # noqa: E402
 )
-from lib.model.token_stream import cannot_share_prompts, length_multiple  # noqa: E402
+from lib.model.stream_trial import cannot_share_prompts
+from lib.model.token_stream import length_multiple  # noqa: E402
 from lib.training import (
     divided_world,  # noqa: E402
     losses,  # noqa: E402
@@ -120,7 +123,7 @@ def step_batches(
     parts = [examples(size, request, config) for size in sizes]
     has_reference = losses.needs_reference(config.train)
 
-    mismatched = losses.needs_mismatched(config.train.loss)
+    mismatched = needs_mismatched(config.train.loss)
 
     def micro_batch(part: list[Example]) -> MicroBatch:
         batch = collate_trained(part, multiple, share, mismatched)

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lib.model import stream_trial
+
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from lib.system import mpi_and_blas
@@ -47,7 +49,7 @@ def main() -> int:
     adapters.make_trainable(model, settings.model, options.seed)
     step = Step(model, make_optimizer(settings.train), settings.train, World())
     multiple = options.multiple or token_stream.length_multiple(settings.data)
-    layouts = {"whole": False} if token_stream.cannot_share_prompts(model) else {"whole": False, "shared": True}
+    layouts = {"whole": False} if stream_trial.cannot_share_prompts(model) else {"whole": False, "shared": True}
     layouts = {name: shared for name, shared in layouts.items() if name in options.layouts}
     print(
         f"{hardware.device_name()}, {options.dtype}, {options.method} of rank {options.rank}, lengths in multiples of {multiple}"

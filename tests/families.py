@@ -21,7 +21,7 @@ from mlx_lm.utils import save_model
 from lib.config.settings import ModelSettings
 from lib.errors import UserError
 from lib.export import fuse, gguf
-from lib.model import adapter_files, partition, peft_adapters, pipeline_stage, token_stream
+from lib.model import adapter_files, partition, peft_adapters, pipeline_stage, stream_trial
 from tests.tiny import ROOT, moved
 
 YES, NO, REFUSED = "✓", "–", "|{}|refused|"
@@ -295,7 +295,7 @@ def stages(path: Path) -> list[nn.Module] | None:
     try:
         for rank, part in enumerate(parts):
             pipeline_stage.cut(part, [1, len(part.layers) - 1], rank, None)
-            token_stream.cannot_share_prompts(part)
+            stream_trial.cannot_share_prompts(part)
     except UserError:
         return None
     return parts
@@ -319,11 +319,11 @@ def row(path: Path, family: str) -> str:
         except UserError:
             return False
 
-    if not can(lambda: token_stream.cannot_share_prompts(build(path))):
+    if not can(lambda: stream_trial.cannot_share_prompts(build(path))):
         return REFUSED.format(family)
     model, config = build(path), configuration(family)
     able = (
-        token_stream.cannot_share_prompts(model) is None,
+        stream_trial.cannot_share_prompts(model) is None,
         stages(path) is not None and can(lambda: partition.model_shape_of(config, to_divide=False)),
         can(lambda: partition.model_shape_of(config)),
         can(lambda: peft_adapters.peft_arrays(adapter_files.trainable(model)) and fuse.adapted_layers(model)),

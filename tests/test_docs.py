@@ -225,10 +225,10 @@ def test_the_reference_is_built_and_its_links_lead_somewhere(tmp_path: Path) -> 
     words = shlex.split(next(line for line in recipe.splitlines() if "pdoc" in line))
     words = [sys.executable, *words[1 : words.index("--output-directory")], "--output-directory", str(tmp_path)]
     built = subprocess.run(
-        [*words, "lib.plan.plan_warnings", "lib.launch.hostfile"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [*words, "lib.plan.shares", "lib.launch.hostfile"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert built.returncode == 0, built.stderr
-    assert {path.stem for path in (tmp_path / "lib").glob("*/*.html")} == {"plan_warnings", "hostfile"}
+    assert {path.stem for path in (tmp_path / "lib").glob("*/*.html")} == {"shares", "hostfile"}
     check_reference(tmp_path)
     if "REFERENCE" in os.environ:
         check_reference(ROOT / os.environ["REFERENCE"])

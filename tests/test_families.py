@@ -26,7 +26,7 @@ from lib.distributed.links import Links
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.export import command
-from lib.model import adapter_files, adapters, gated_delta, recurrences, token_stream
+from lib.model import adapter_files, adapters, recurrences, stream_trial, token_stream
 from lib.model import load as load_module
 from lib.model.checkpointing import checkpoint_blocks
 from lib.model.layout import layout_of
@@ -81,10 +81,10 @@ def test_a_family_equals_itself_shared_and_in_stages(tmp_path: Path, family: str
     assert families.row(path, family) in families.documented()
     if family in CANNOT:
         with pytest.raises(UserError, match=CANNOT[family]):
-            token_stream.cannot_share_prompts(families.build(path))
+            stream_trial.cannot_share_prompts(families.build(path))
         return
     model = families.build(path)
-    batch = collate(examples, 4, token_stream.cannot_share_prompts(model) is None)
+    batch = collate(examples, 4, stream_trial.cannot_share_prompts(model) is None)
     reference = plain_logps(model, examples) + mx.random.normal((3, 2))
     loss, wanted = nn.value_and_grad(model, lambda: plain_loss(model, examples, reference))()
     wanted, before = dict(tree_flatten(wanted)), adapter_files.trainable(model)
@@ -131,7 +131,7 @@ def test_dropout_within_a_recurrence_follows_the_token(tmp_path: Path) -> None:
     model = load_module.load(settings, 0)
     adapters.make_trainable(model, settings, 0)
     model.update(tree_map(lambda a: a + 0.1, model.trainable_parameters()))
-    assert token_stream.cannot_share_prompts(model.train()) is None
+    assert stream_trial.cannot_share_prompts(model.train()) is None
     found = []
     for shared in (True, False):
         batch = collate(pairs(), 4, shared)
@@ -195,12 +195,12 @@ DENSE = ["qwen3_5", "mamba", "falcon_h1", "recurrent_gemma", "rwkv7"]
 def test_gradients_are_those_of_whole_rows_in_float64(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gated_delta, "CHUNK", 8)
-    monkeypatch.setattr(gated_delta, "VECTOR_CHUNK", 4)
+    monkeypatch.setattr(recurrences, "CHUNK", 8)
+    monkeypatch.setattr(recurrences, "VECTOR_CHUNK", 4)
     monkeypatch.setattr(recurrences, "PIECE", 5)
     path, examples = families.stored(tmp_path / "stored", family), pairs(7)
     model = families.build(path, spread=0.03)
-    batch = collate(examples, 4, token_stream.cannot_share_prompts(model) is None)
+    batch = collate(examples, 4, stream_trial.cannot_share_prompts(model) is None)
     reference = plain_logps(model, examples) + mx.random.normal((3, 2))
     step = Step(model, optim.SGD(1.0), TRAIN, World())
     found = dict(tree_flatten(step.gradients(batch, np.array(reference), None)[0]))
@@ -232,7 +232,7 @@ def test_packed_experts_and_the_router_stay_as_they_are(tmp_path: Path) -> None:
     adapters.make_trainable(model, settings, 0)
     frozen = {n: mx.array(a) for n, a in tree_flatten(model.parameters()) if "lora" not in n}
     trained = {n: mx.array(a) for n, a in adapter_files.trainable(model).items()}
-    assert token_stream.cannot_share_prompts(model.train()) is None
+    assert stream_trial.cannot_share_prompts(model.train()) is None
     Step(model, optim.SGD(1.0), TRAIN, World())(0, 1.0, [(collate(pairs(), 4, True), np.zeros((3, 2), np.float32))])
     after = dict(tree_flatten(model.parameters()))
     packed = [n for n in frozen if ".experts." in n and n.endswith("_proj.linear.weight")]
@@ -268,7 +268,7 @@ def test_a_step_of_27b_has_fewer_than_400_000_buffers_at_8k_tokens() -> None:
         v, per_head = mx.zeros((1, tokens, 48, 128), mx.bfloat16), mx.zeros((1, tokens, 48))
         state = mx.zeros((1, 48, 128, 128))
         inputs = [q, k, v, per_head, per_head, state]
-        outputs, slopes = mx.vjp(gated_delta.gated_delta_rule, inputs, [v, state])
+        outputs, slopes = mx.vjp(recurrences.gated_delta_rule, inputs, [v, state])
         mx.export_to_dot(graph := io.StringIO(), *outputs, *slopes)
         return len(set(re.findall(r"-> (\"\w+\")", graph.getvalue())))
 

@@ -20,7 +20,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from lib.config import settings
 from lib.data.batch import Batch, collate
 from lib.data.dataset import Example
-from lib.model import adapters, lora, patches, token_stream
+from lib.model import adapters, lora, patches, stream_trial, token_stream
 from lib.model import load as load_module
 from lib.model import logps as logps_module
 from lib.model.checkpointing import checkpoint_blocks
@@ -83,7 +83,7 @@ def assert_equal(model: nn.Module, examples: list[Example], batch: Batch, compil
 @pytest.mark.long("mixtral", "qwen3", "llama")
 def test_a_stream_gives_the_log_probabilities_and_gradients_of_sequences_alone(tmp_path: Path, family: str) -> None:
     model = load(tmp_path, family)
-    assert token_stream.cannot_share_prompts(model) is None
+    assert stream_trial.cannot_share_prompts(model) is None
     layouts = set()
     for seed, (count, multiple, shortest) in enumerate([(5, 4, 0), (4, 1, 6), (3, 8, 9), (1, 4, 3)]):
         examples = draw(seed, count, shortest_prompt=shortest)
@@ -103,7 +103,7 @@ def graph_of(states: mx.array) -> Counter[str]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_last_block_goes_on_with_the_tokens_that_the_head_sees(tmp_path: Path, family: str) -> None:
     model = load(tmp_path, family)
-    assert token_stream.cannot_share_prompts(model) is None
+    assert stream_trial.cannot_share_prompts(model) is None
     batch = collate(draw(3, 4, shortest_prompt=6), 4, shared_prompts=True)
     inputs = token_stream.arrays_of(batch.inputs)
     of_all, of_scored = token_stream.hidden_states(model, inputs), token_stream.scored_states(model, inputs)
@@ -122,14 +122,14 @@ def test_a_model_that_needs_every_token_after_its_blocks_gets_them(tmp_path: Pat
             return states + embedding(tokens)
 
     model.model.__class__ = Skipping
-    assert token_stream.cannot_share_prompts(model) is None and not layout_of(model).ends_early
+    assert stream_trial.cannot_share_prompts(model) is None and not layout_of(model).ends_early
     examples = draw(3, 4, shortest_prompt=6)
     assert_equal(model, examples, collate(examples, 4, shared_prompts=True))
 
 
 def test_with_dropout_every_token_goes_through_the_last_block(tmp_path: Path) -> None:
     model = load(tmp_path, "llama", dropout=0.1)
-    assert token_stream.cannot_share_prompts(model) is None and layout_of(model).ends_early
+    assert stream_trial.cannot_share_prompts(model) is None and layout_of(model).ends_early
     inputs = token_stream.arrays_of(collate(draw(3, 4, shortest_prompt=6), 4, shared_prompts=True).inputs)
     drawn = []
     for ends_early in (True, False):
@@ -150,7 +150,7 @@ def test_whole_rows_for_the_families_that_cannot_share(tmp_path: Path, family: s
 def test_a_family_with_its_own_attention_is_found_out(tmp_path: Path) -> None:
     model = families.build(families.stored(tmp_path / "stored", "nanbeige"))  # its blocks run twice
     model.make_cache = lambda: []  # and in a stream once
-    assert "would change its outputs" in str(token_stream.cannot_share_prompts(model))
+    assert "would change its outputs" in str(stream_trial.cannot_share_prompts(model))
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -166,7 +166,7 @@ def test_chunks_of_the_head_checkpoints_and_compilation_change_nothing(
     if checkpointing:
         checkpoint_blocks(model)
     monkeypatch.setattr(logps_module, "LOGITS_BYTES", 7 * VOCABULARY * 4)
-    assert token_stream.cannot_share_prompts(model) is None
+    assert stream_trial.cannot_share_prompts(model) is None
     examples = draw(3, 4, shortest_prompt=4)
     names = [name for name, _ in tree_flatten(model.parameters())]
     for shared in (False, True):
@@ -217,7 +217,7 @@ def test_softcapped_and_quantised_heads_keep_their_gradient(tmp_path: Path) -> N
     model = load_module.load(settings.ModelSettings(path=str(path), random_init=True), 0)
     nn.quantize(model, group_size=32, bits=8)
     adapters.make_trainable(model, settings.ModelSettings(path=str(path)), 0)
-    assert token_stream.cannot_share_prompts(model.train()) is None
+    assert stream_trial.cannot_share_prompts(model.train()) is None
     assert_equal(model, examples, collate(examples, 4, True))
 
 
@@ -317,4 +317,4 @@ def test_gpt_oss_hands_its_scale_on_by_position(tmp_path: Path) -> None:
     shape |= {"rope_theta": 1e4, "layer_types": ["sliding_attention", "full_attention"], "rope_scaling": rope}
     path = model_folder(tmp_path, model_type="gpt_oss", **shape)
     model = load_module.load(settings.ModelSettings(path=str(path), random_init=True), 0)
-    assert token_stream.cannot_share_prompts(model) is None
+    assert stream_trial.cannot_share_prompts(model) is None

@@ -19,7 +19,7 @@ from lib.data.groups import Group, groups_in_memory, load_groups
 from lib.data.tokenizer import Vocabulary
 from lib.errors import UserError
 from lib.model import logps as logps_module
-from lib.model.logps import completion_token_logps
+from lib.model.entropies import completion_token_logps
 from lib.model.token_stream import arrays_of
 from lib.training.group_losses import Groups, advantages, group_loss
 from lib.training.losses import SUMS, means_of

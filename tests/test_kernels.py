@@ -21,7 +21,7 @@ from lib.config import load
 from lib.data.batch import collate
 from lib.data.dataset import Example, load_dataset
 from lib.distributed.world import World
-from lib.model.token_stream import cannot_share_prompts
+from lib.model.stream_trial import cannot_share_prompts
 from lib.training import kernels, losses
 from lib.training.optimizers import make_optimizer
 from lib.training.step import Step

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lib.errors import UserError
-from lib.launch import command, hostfile, job, sync
+from lib.launch import command, hostfile, job, ssh
 from tests import tiny
 from tests.cluster import Host
 
@@ -72,9 +72,9 @@ def test_a_path_in_the_home_is_copied_to_the_other_hosts_home(tmp_path: Path, mo
     os.utime(here / "data/new.txt", (1e9, 1e9))
     (there / "data/own.txt").write_text("of bea")
     monkeypatch.setenv("HOME", str(here))
-    monkeypatch.setattr(sync, "ssh_command", lambda _: ["env", f"HOME={there}", "sh", "-c"])
+    monkeypatch.setattr(ssh, "ssh_command", lambda _: ["env", f"HOME={there}", "sh", "-c"])
     began = time.time()
-    sync.copy_to_hosts(job.Job(hostfile.from_words("mac-b").hosts, "ring", ("train.py",)), ["~/data"])
+    ssh.copy_to_hosts(job.Job(hostfile.from_words("mac-b").hosts, "ring", ("train.py",)), ["~/data"])
     copied = there / "data/new.txt"
     assert copied.read_text() == "of ada" and (there / "data/own.txt").exists()
     assert copied.stat().st_mtime >= began - 1, "by the clock of the host that receives it"

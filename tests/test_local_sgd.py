@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lib.config.settings import TrainSettings
 from lib.data import order as row_order
 from lib.training import local_sgd
-from lib.training.optimizers import learning_rate
+from lib.training.update import learning_rate
 from tests import rounding, tiny
 from tests.rounding import roundoff
 from tests.tiny import steps_of

@@ -14,7 +14,7 @@ from lib.config.settings import ModelSettings
 from lib.model import long_attention
 from lib.model.load import load
 from lib.model.long_attention import LONG, MULTIPLE, SCORE_BYTES, TILE, block_rows, causal_attention, is_fused
-from lib.model.token_stream import cannot_share_prompts
+from lib.model.stream_trial import cannot_share_prompts
 from lib.system.hardware import Device
 from tests.tiny import model_folder
 

@@ -9,15 +9,8 @@ import numpy as np
 import pytest
 
 from lib.config.settings import TrainSettings
-from lib.training.losses import (
-    PREFERENCE_LOSSES,
-    LogProbs,
-    log_odds,
-    log_sigmoid,
-    objective,
-    preference_losses,
-    preference_metrics,
-)
+from lib.training.losses import PREFERENCE_LOSSES, LogProbs, log_odds, objective, preference_losses, preference_metrics
+from lib.training.unpaired_losses import log_sigmoid
 from tests.rounding import roundoff
 from tests.tiny import ROOT
 

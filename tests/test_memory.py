@@ -16,7 +16,7 @@ from lib.distributed.world import World
 from lib.model import adapters, quantised
 from lib.model import load as load_module
 from lib.model.partition import divide, model_shape_of
-from lib.model.token_stream import cannot_share_prompts
+from lib.model.stream_trial import cannot_share_prompts
 from lib.plan.calibration import MEMORY_HEADROOM
 from lib.plan.facts import RankHost
 from lib.plan.memory import OPTIMIZERS, MemoryModel, Rows, Training, metal_limit_bytes, rank_shape

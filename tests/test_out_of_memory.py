@@ -18,8 +18,7 @@ from lib.model import checkpointing
 from lib.plan.plan import ClusterPlan, plan_cluster
 from lib.plan.replan import Schedule
 from lib.system import out_of_memory
-from lib.system.out_of_memory import OutOfMemory
-from lib.training.loop import MicroBatchLimit
+from lib.system.out_of_memory import MicroBatchLimit, OutOfMemory
 from lib.training.optimizers import make_optimizer
 from lib.training.step import Step
 from tests import tiny

@@ -15,17 +15,17 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 from lib.config.settings import Config, SyncSettings, TrainSettings
-from lib.data.batch import collate
+from lib.data.batch import MicroBatch, collate
 from lib.distributed.links import Links
 from lib.distributed.world import World
 from lib.evaluate import command, score_file
-from lib.model import checkpointing, pipeline_stage, token_stream
+from lib.model import checkpointing, pipeline_stage, stream_trial
 from lib.model.layout import layout_of
 from lib.system.out_of_memory import Limit
 from lib.system.terminal import Terminal
 from lib.training import pipelined_step
 from lib.training.divided_world import InStages, PipelinedWorld, pipelined
-from lib.training.step import MicroBatch, Step, noisy
+from lib.training.step import Step, noisy
 from tests import rounding, tiny
 from tests.ranks import settings as words_of
 from tests.ranks import train
@@ -93,7 +93,7 @@ def assert_equals_whole(
     if checkpointed:
         checkpointing.checkpoint_blocks(model)
     made = batches(1 if train.loss == "sft" else 2)
-    assert token_stream.cannot_share_prompts(whole) is token_stream.cannot_share_prompts(model) is None
+    assert stream_trial.cannot_share_prompts(whole) is stream_trial.cannot_share_prompts(model) is None
 
     def compute() -> Sequence[rounding.Results]:
         sums, gradients = sums_and_gradients(whole, train, World(), made)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lib.errors import UserError
 from lib.model.partition import model_shape_of
 from lib.plan import __main__ as machines
-from lib.plan import plan_warnings
+from lib.plan import plan as plan_module
 from lib.plan.calibration import BatchCurve, read_published
 from lib.plan.cost import Pace, Work, memory_text, outlook, pace_of
 from lib.plan.facts import RankHost
@@ -257,7 +257,7 @@ def test_hosts_without_a_curve() -> None:
     assert planned([None, None]).shares == [16, 16]
     refusing = sections("plan.require_calibration=true")
     with pytest.raises(UserError, match="plan.require_calibration: no calibration of b"):
-        plan_warnings.advised(refusing.plan, refusing.train, "auto", planned([known, None]))
+        plan_module.advised(refusing.plan, refusing.train, "auto", planned([known, None]))
 
 
 def test_what_a_run_will_take() -> None:
@@ -429,7 +429,7 @@ def test_warnings_of_likely_mistakes() -> None:
     def warned(*words: str, some: Any = hosts, **more: Any) -> str:
         settings = sections(*words)
         plan = planned(some, *words, **more)
-        advised = plan_warnings.advised(settings.plan, settings.train, settings.strategy, plan)
+        advised = plan_module.advised(settings.plan, settings.train, settings.strategy, plan)
         return " | ".join(advised.warnings)
 
     assert not warned()
@@ -467,4 +467,4 @@ def test_which_machine_for_which_model(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_warm_up_beyond_the_run_is_warned_of() -> None:
     train = sections("train.warmup_steps=5").train
-    assert "never reaches" in (plan_warnings.long_warm_up(5, train) or "") and not plan_warnings.long_warm_up(6, train)
+    assert "never reaches" in (plan_module.long_warm_up(5, train) or "") and not plan_module.long_warm_up(6, train)

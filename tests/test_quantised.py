@@ -14,7 +14,7 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from lib.config.settings import ModelSettings
 from lib.data.batch import collate
-from lib.model import adapters, logps, lora, quantised, token_stream
+from lib.model import adapters, logps, lora, quantised, stream_trial, token_stream
 from lib.model import load as load_module
 from tests.rounding import roundoff
 from tests.test_forward import draw
@@ -126,7 +126,7 @@ def test_log_probabilities_and_gradients_of_a_model_are_equal(
             else None
         )
     )
-    assert token_stream.cannot_share_prompts(model.train()) is None
+    assert stream_trial.cannot_share_prompts(model.train()) is None
     inputs = token_stream.arrays_of(collate(draw(5, 3), 4, True).inputs)
 
     def loss() -> mx.array:

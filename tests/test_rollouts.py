@@ -25,8 +25,8 @@ from lib.distributed.work_queue import Journal
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
-from lib.report import charts, run_report, tables
-from lib.report.history import RunHistory
+from lib.report import charts, run_report
+from lib.report.history import OF_ROUNDS, RunHistory
 from lib.rollouts.pairs import (
     Answer,
     Group,
@@ -45,7 +45,7 @@ from lib.system.records import read_records
 from lib.training.checkpoint import MOMENTUM, common_at, fault_of, load_part
 from lib.training.checkpoint import part_of as rank_file
 from lib.training.loop import Learner
-from lib.training.optimizers import learning_rate
+from lib.training.update import learning_rate
 from tests import tiny
 from tests.test_data import CORPUS, byte_level
 from tests.tiny import read_jsonl as lines
@@ -248,7 +248,7 @@ def test_the_dashboard_shows_rounds(whole: tuple[Path, list[str]]) -> None:
     verdicts = verdicts_of(whole[0])
     panels = {panel.title: panel.figure for panel in charts.round_panels(history)}
     for name in ("score", "tokens", "entropy"):
-        label = tables.OF_ROUNDS[name].label
+        label = OF_ROUNDS[name].label
         (line,) = panels[label[0].upper() + label[1:]]["data"]
         assert line["x"] == [1, 2, 3] and line["y"] == [one["samples"][name] for one in verdicts]
         assert line["marker"]["symbol"] == ["circle", "x", "circle"], "a cross on what was undone"

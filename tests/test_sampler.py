@@ -12,7 +12,7 @@ from mlx_lm import batch_generate
 
 from lib.errors import Stopped
 from lib.evaluate.sampler import BLOCK, Prompt, Sample, Sampler, draw, uniforms
-from lib.model.token_stream import cannot_share_prompts
+from lib.model.stream_trial import cannot_share_prompts
 from tests import families, rounding
 from tests.test_forward import load
 

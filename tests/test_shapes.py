@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.config import load as config
+from lib.data import batch_shapes
 from lib.data.batch import Batch, MicroBatches, collate
-from lib.data.batch_shapes import NEED, BatchShape, TraceCost, batch_shape_of, few_shapes, lengths_and_cost, need_of
+from lib.data.batch_shapes import NEED, BatchShape, batch_shape_of, few_shapes, lengths_and_cost, need_of
 from lib.data.dataset import Dataset, Example
 from lib.data.order import Position, assign_micro_batches, epoch_order, global_batch
 from lib.model import logps as logps_module
-from lib.model import token_stream
+from lib.model import stream_trial
 from lib.training.losses import PREFERENCE_LOSSES
 from tests import rounding, tiny
 from tests.test_forward import FAMILIES, assert_equal, draw, load
@@ -43,7 +44,9 @@ GSM8K = dataset(1163, 1, (24, 41, 64, 105, 204), (31, 63, 106, 169, 312), (2, 59
 def makers(data: Dataset, batch_size: int, multiple: int = 64) -> MicroBatches:
     words = ["model.path=-", "data.train=-", f"train.global_batch_size={batch_size}"]
     settings = config.load(None, words)
-    return MicroBatches(data, None, settings.train, settings.data.max_length, multiple, True, TraceCost())
+    cost = batch_shapes.TraceCost()
+    shapes = batch_shapes.RunShapes(data, settings.train, settings.data.max_length, multiple, True, cost)
+    return MicroBatches(data, None, multiple, True, shapes)
 
 
 def epoch_of(data: Dataset, make: MicroBatches, epoch: int, sizes: list[list[int]]) -> list[list[Batch]]:
@@ -72,7 +75,7 @@ def test_an_epoch_has_few_shapes_the_next_has_none_anew_and_little_is_padded(
 ) -> None:
     make = makers(data, sum(map(sum, sizes)))
     exact = makers(data, sum(map(sum, sizes)))
-    exact.trace = None
+    exact.shapes_of = lambda _: []
     epochs = [epoch_of(data, make, epoch, sizes) for epoch in range(2)]
     for first, second in zip(*epochs, strict=True):
         shapes, again = {batch.shapes for batch in first}, {batch.shapes for batch in second}
@@ -142,7 +145,7 @@ def roomier(examples: list[Example], multiple: int, shared: bool, rows: int) -> 
 def test_rows_of_padding_change_no_log_probability_and_no_gradient(tmp_path: Path, family: str, shared: bool) -> None:
     assert family in FAMILIES
     model = load(tmp_path, family)
-    assert token_stream.cannot_share_prompts(model) is None
+    assert stream_trial.cannot_share_prompts(model) is None
     layouts = set()
     for seed, shortest in ((0, 0), (1, 9)):
         examples = draw(seed, 3, shortest_prompt=shortest)

@@ -25,7 +25,7 @@ from lib.distributed import world as world_module
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command, score_file
-from lib.model import adapter_files, partition, tensor_parallel, token_stream
+from lib.model import adapter_files, partition, stream_trial, tensor_parallel, token_stream
 from lib.model import load as load_module
 from lib.model import logps as logps_module
 from lib.system.terminal import Terminal
@@ -94,7 +94,7 @@ def assert_equals_whole(
     """Log-probabilities and every gathered gradient of the divided model against those of the whole one."""
     whole, model = build(path, **changes), build(path, **changes)
     together = divide(world, path, model, weights, changes.get("shard_vocabulary", False))
-    assert token_stream.cannot_share_prompts(whole) is None and token_stream.cannot_share_prompts(model) is None
+    assert stream_trial.cannot_share_prompts(whole) is None and stream_trial.cannot_share_prompts(model) is None
     inputs = token_stream.arrays_of(collate(tiny.examples(4), 4, shares_prompts).inputs)
 
     def compute() -> Sequence[rounding.Results]:

@@ -15,13 +15,14 @@ from mlx.utils import tree_flatten, tree_unflatten
 from lib import errors
 from lib.config import load
 from lib.config.settings import Config, TrainSettings
-from lib.data.batch import collate
+from lib.data.batch import MicroBatch, collate
 from lib.data.dataset import Example
 from lib.distributed import world as world_module
 from lib.distributed.world import World
-from lib.model import adapter_files, token_stream
-from lib.training.optimizers import UpdateRule, learning_rate, make_optimizer
-from lib.training.step import MicroBatch, Step, StepRecord
+from lib.model import adapter_files, stream_trial
+from lib.training.optimizers import make_optimizer
+from lib.training.step import Step, StepRecord
+from lib.training.update import UpdateRule, learning_rate
 from tests import float64, rounding
 from tests.test_losses import OPTIONS, loss64
 from tests.tiny import LLAMA, model_folder, moved, pairs
@@ -35,7 +36,7 @@ def build(folder: Path, *words: str, **changes: Any) -> tuple[nn.Module, Config]
     path = model_folder(folder / "model", **sizes, **changes)
     settings = load.load(None, [f"model.path={path}", "data.train=-", "model.random_init=true", "model.rank=2", *words])
     model = moved(settings.model, 0.2, seed=3, draw=5)
-    assert token_stream.cannot_share_prompts(model) is None
+    assert stream_trial.cannot_share_prompts(model) is None
     return model, settings
 
 

@@ -457,9 +457,9 @@ def test_a_fault_of_ours_on_one_rank_ends_all(tmp_path: Path) -> None:
         f"sys.path[0] = {str(ROOT)!r}\n"
         "from lib.system import mpi_and_blas\n"
         "mpi_and_blas.prepare()\n"
-        "from lib.training import optimizers\n"
+        "from lib.training import update\n"
         "if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
-        "    optimizers.learning_rate = lambda *_: 1 / 0\n"
+        "    update.learning_rate = lambda *_: 1 / 0\n"
         f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
     )
     words = [*tiny.settings(tmp_path), "--config", str(tiny.config_file(tmp_path))]

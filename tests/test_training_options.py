@@ -22,9 +22,8 @@ from lib.model import adapter_files, adapters
 from lib.model import load as models
 from lib.model.logps import completion_logps
 from lib.model.token_stream import arrays_of
-from lib.training import optimizers, reference_model
-from lib.training.adamw_8bit import Codes
-from lib.training.optimizers import make_optimizer
+from lib.training import reference_model, update
+from lib.training.optimizers import Codes, make_optimizer
 from lib.training.step import noisy
 from tests import rounding, tiny
 from tests.test_step import build, examples, means_of, reference_logps, results_of, step_gradients
@@ -148,7 +147,7 @@ def test_loraplus_gives_b_its_own_rate_and_changes_nothing_else(tmp_path: Path) 
         optimizer, parameters = make_optimizer(train), start
         for each in gradients:
             optimizer.learning_rate = train.learning_rate
-            parameters = optimizers.apply_gradients(optimizer, each, parameters, ratio)
+            parameters = update.apply_gradients(optimizer, each, parameters, ratio)
         assert optimizer.step.item() == len(gradients)
         return {name.rpartition(".")[2]: array for name, array in tree_flatten(parameters)}
 

@@ -20,8 +20,9 @@ from lib.data.streaming import open_training
 from lib.data.tokenizer import Vocabulary
 from lib.distributed.world import World
 from lib.evaluate.command import main as evaluate
-from lib.training.losses import SUMS, UNPAIRED_LOSSES, baseline_of_step, means_of, objective, unpaired_losses
+from lib.training.losses import SUMS, means_of, objective
 from lib.training.step import Step, StepRecord
+from lib.training.unpaired_losses import UNPAIRED_LOSSES, baseline_of_step, unpaired_losses
 from tests import float64, rounding, tiny
 from tests.test_losses import log_sigmoid64
 from tests.test_step import Spy, build, float64_logps, gradients_of, parts_of, reference_logps
@@ -187,7 +188,7 @@ def test_a_step_that_is_not_finite_is_left_out_and_so_are_its_rewards(tmp_path: 
     step.rewards = rewards
     data, columns = labelled_dataset(3), 1 + (loss == "kto")
     rows = with_mismatched(data, 64) if loss == "kto" else data
-    make = MicroBatches(rows, reference[:, :columns], settings.train, 64, 4, True)
+    make = MicroBatches(rows, reference[:, :columns], 4, True)
     assert step(0, 1e-4, make.of([np.arange(3)], 3)).skipped and rewards == [0.5, 2.0]
 
 

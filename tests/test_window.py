@@ -19,7 +19,7 @@ from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate.evaluator import greedy
 from lib.model import load as load_module
-from lib.model import logps, long_attention, token_stream
+from lib.model import logps, long_attention, stream_trial, token_stream
 from lib.training import reference_model
 from tests import families, rounding
 from tests.test_forward import draw, load, results_of
@@ -60,7 +60,7 @@ def masked_logps(model: nn.Module, examples: list[Example], window: int) -> mx.a
 @pytest.mark.long("gpt2-*", "mixtral-*", "qwen3-*", "*-7")
 def test_a_window_equals_its_mask_in_every_layout(tmp_path: Path, family: str, window: int) -> None:
     model = load(tmp_path, family, attention_window=window)
-    assert token_stream.cannot_share_prompts(model) is None
+    assert stream_trial.cannot_share_prompts(model) is None
     layouts = set()
     for seed, count, multiple, shared, shortest in [(0, 5, 4, False, 0), (0, 5, 4, True, 0), (2, 3, 8, True, 9)]:
         examples = draw(seed, count, shortest_prompt=shortest)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lib.config.settings import TrainSettings
-from lib.data.batch_shapes import BatchShape, TraceCost, batch_shape_of, first_that_holds, need_of, shapes_of_run
+from lib.data.batch_shapes import BatchShape, RunShapes, batch_shape_of, first_that_holds, need_of
 from lib.data.dataset import Dataset, Example
 from lib.data.groups import group_arrays
 from lib.data.prompts import Prompts
@@ -73,6 +72,9 @@ class Batch:
         """Equal for batches that a compiled step needs no new trace for."""
         sizes = (value.shape for value in self.inputs.values() if isinstance(value, np.ndarray))
         return (self.prefix_length, *sizes, len(self.inputs))
+
+
+MicroBatch = tuple[Batch, np.ndarray | None]  # with its reference's log-probabilities: [b, K]; of groups [b, K, C]
 
 
 def collate(
@@ -159,39 +161,32 @@ def collate_trained(
 
 
 class MicroBatches:
-    """Makes the micro-batches of a rank's rows, each with its reference.
-
-    reference: float32 [n, K] by row, or None. max_length: data.max_length. trace: what one more shape costs where the
-    step is compiled; then there are at most train.max_traces, all met in the first epoch. None where it is not.
-    """
+    """Makes the micro-batches of a rank's rows, each with its reference. reference: float32 [n, K] by row, or None.
+    shapes: where the step is compiled."""
 
     def __init__(
         self,
         data: Dataset | StreamedDataset | Prompts,
         reference: np.ndarray | None,
-        train: TrainSettings,
-        max_length: int,
         length_multiple: int,
         shared_prompts: bool,
-        trace: TraceCost | None = None,
+        shapes: RunShapes | None = None,
     ):
-        self.data, self.reference, self.train, self.max_length = data, reference, train, max_length
-        self.length_multiple, self.shared_prompts, self.trace = length_multiple, shared_prompts, trace
-        self._shapes = functools.cache(self._shapes_of)
+        self.data, self.reference = data, reference
+        self.length_multiple, self.shared_prompts = length_multiple, shared_prompts
+        self.shapes_of: Callable[[int], list[BatchShape]] = functools.cache(shapes.of) if shapes else lambda _: []
 
-    def of(self, parts: Sequence[np.ndarray], micro_batch_size: int) -> list[tuple[Batch, np.ndarray | None]]:
+    def of(self, parts: Sequence[np.ndarray], micro_batch_size: int) -> list[MicroBatch]:
         """Micro-batches of these rows, of at most micro_batch_size each, without those that turn out to be unusable."""
-        shapes = self._shapes(micro_batch_size)
-        layout, made = (self.length_multiple, self.shared_prompts, self.data.has_mismatched, shapes), []
+        layout = self.length_multiple, self.shared_prompts, self.data.has_mismatched, self.shapes_of(micro_batch_size)
+        made = []
         for part in parts:
             if examples := self.data.examples(part.tolist()):
                 reference = None if self.reference is None else self.reference[part]
                 made.append((collate_trained(examples, *layout), reference))
         return made
 
-    def within(
-        self, made: list[tuple[Batch, np.ndarray | None]], most: int | None
-    ) -> list[tuple[Batch, np.ndarray | None]]:
+    def within(self, made: list[MicroBatch], most: int | None) -> list[MicroBatch]:
         """The same rows in micro-batches of at most so many; those that are small enough stay as they are."""
         if most is None:
             return made
@@ -200,9 +195,3 @@ class MicroBatches:
             count = -(-len(pair[0].rows) // most)  # 9 pairs by 4 are 3, 3, 3
             smaller += [pair] if count == 1 else self.of(np.array_split(pair[0].rows, count), most)
         return smaller
-
-    def _shapes_of(self, micro_batch_size: int) -> list[BatchShape]:
-        if self.trace is None:
-            return []
-        layout = self.length_multiple, self.shared_prompts
-        return shapes_of_run(self.data, self.train, self.max_length, micro_batch_size, *layout, self.trace)

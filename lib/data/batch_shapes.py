@@ -172,38 +172,42 @@ def few_shapes(
     return used if holds_all in used else sorted([*used[:-1], holds_all], key=lambda shape: shape.cost)
 
 
-def shapes_of_run(
-    data: Dataset | StreamedDataset | Prompts,
-    train: TrainSettings,
-    max_length: int,
-    micro_batch_size: int,
-    length_multiple: int,
-    shared_prompts: bool,
-    trace: TraceCost,
-) -> list[BatchShape]:
-    """Shapes for micro-batches of up to so many rows, whichever they are: from data, seed and settings alone."""
-    batch_size, (prompts, seen, scored) = train.global_batch_size, data.trained
-    tokens = real_tokens(prompts, seen)
-    lengths = tokens if shared_prompts else data.lengths
-    needs, steps = [], 0
-    for epoch in range(EPOCHS):
-        batches = micro_batches(epoch_order(data.lengths, train.seed, epoch, batch_size), batch_size)
-        batches = batches[:: -(-len(batches) // STEPS)]
-        steps += len(batches)
-        ascending = [rows[np.argsort(lengths[rows], kind="stable")] for rows in batches]
-        parts = itertools.chain(*[micro_batches(rows, micro_batch_size) for rows in ascending])
-        needs.append(np.array([need_of(prompts[part], seen[part], scored[part]) for part in parts], NEED))
-    most, count = max_length, seen.shape[1]
-    in_all = [int(np.sort(figures)[-micro_batch_size:].sum()) for figures in (tokens, scored.sum(axis=1))]
-    bounds = [prompts.min(), prompts.max(), seen.max(), *in_all, scored.max()]
-    if data.is_estimated:
-        in_all = [min(int(MARGIN * total), micro_batch_size * count * most) for total in in_all]
-        bounds = [0, most, most - 1, *in_all, most - 1]
-    # Of one epoch, however many the run has: more steps, later, change no shape, and so no bit.
-    epochs = steps / -(-len(data) // batch_size)
-    trace, largest = replace(trace, tokens=trace.tokens * epochs), (micro_batch_size, *map(int, bounds))
-    layout = train.max_traces, count, length_multiple, shared_prompts
-    return few_shapes(needs, np.array(largest, NEED), *layout, trace)
+@dataclass(frozen=True, eq=False)
+class RunShapes:
+    """The few shapes of a run whose step is compiled: at most train.max_traces for micro-batches of so many rows, all
+    met in the first epoch; from data, seed and settings alone. trace: what one more shape costs."""
+
+    data: Dataset | StreamedDataset | Prompts
+    train: TrainSettings
+    max_length: int  # data.max_length
+    length_multiple: int
+    shared_prompts: bool
+    trace: TraceCost
+
+    def of(self, micro_batch_size: int) -> list[BatchShape]:
+        """Shapes for micro-batches of up to so many rows, whichever they are."""
+        data, train, batch_size = self.data, self.train, self.train.global_batch_size
+        prompts, seen, scored = data.trained
+        tokens, most, count = real_tokens(prompts, seen), self.max_length, seen.shape[1]
+        lengths = tokens if self.shared_prompts else data.lengths
+        needs, steps = [], 0
+        for epoch in range(EPOCHS):
+            batches = micro_batches(epoch_order(data.lengths, train.seed, epoch, batch_size), batch_size)
+            batches = batches[:: -(-len(batches) // STEPS)]
+            steps += len(batches)
+            ascending = [rows[np.argsort(lengths[rows], kind="stable")] for rows in batches]
+            parts = itertools.chain(*[micro_batches(rows, micro_batch_size) for rows in ascending])
+            needs.append(np.array([need_of(prompts[part], seen[part], scored[part]) for part in parts], NEED))
+        in_all = [int(np.sort(figures)[-micro_batch_size:].sum()) for figures in (tokens, scored.sum(axis=1))]
+        bounds = [prompts.min(), prompts.max(), seen.max(), *in_all, scored.max()]
+        if data.is_estimated:
+            in_all = [min(int(MARGIN * total), micro_batch_size * count * most) for total in in_all]
+            bounds = [0, most, most - 1, *in_all, most - 1]
+        # Of one epoch, however many the run has: more steps, later, change no shape, and so no bit.
+        epochs = steps / -(-len(data) // batch_size)
+        trace, largest = replace(self.trace, tokens=self.trace.tokens * epochs), (micro_batch_size, *map(int, bounds))
+        layout = train.max_traces, count, self.length_multiple, self.shared_prompts
+        return few_shapes(needs, np.array(largest, NEED), *layout, trace)
 
 
 def first_that_holds(shapes: Sequence[BatchShape], need: np.ndarray) -> BatchShape | None:

@@ -38,6 +38,7 @@ from lib.training.checkpoint import find
 from lib.training.inputs import vocabulary, with_compute_type
 from lib.training.losses import Metrics
 from lib.training.reference_model import dataset_logps
+from lib.training.unpaired_losses import needs_mismatched
 
 
 @mpi_and_blas.reported
@@ -120,7 +121,7 @@ def _held_out_rows(
     held_out = True if data.holdout and not data.valid else None
     source, kind = data.valid or data.train, train.record_kind
     dataset = load_dataset(source, data, kind, tokenizer, vocabulary=words, held_out=held_out)
-    if losses.needs_mismatched(train.loss):
+    if needs_mismatched(train.loss):
         return with_mismatched(dataset, words.row_tokens(data.max_length))
     return dataset
 

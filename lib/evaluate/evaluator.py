@@ -25,9 +25,10 @@ from lib.evaluate.sampler import GreedySampling, Prompt, Sampler
 from lib.system import files
 from lib.system.terminal import Terminal
 from lib.training import losses
-from lib.training.losses import SUMS, Metrics, baseline_of_rows, means_of, objective
+from lib.training.losses import SUMS, Metrics, means_of, objective
 from lib.training.reference_model import dataset_logps
 from lib.training.run import TrainingRun
+from lib.training.unpaired_losses import baseline_of_rows
 
 
 def greedy(

@@ -35,7 +35,7 @@ from lib.errors import UserError
 from lib.evaluate.sampler import GreedySampling, Prompt, Sampler, in_batches
 from lib.evaluate.score_file import FileJob, StoredModel, is_on_rank_0, key_of, pull
 from lib.model import load
-from lib.model.logps import greedy_logps
+from lib.model.entropies import greedy_logps
 from lib.model.token_stream import arrays_of
 from lib.system import files
 from lib.system.model_folder import context_tokens

@@ -23,7 +23,7 @@ from lib.data.tokenizer import Tokenizer
 from lib.distributed.world import World
 from lib.errors import Stopped
 from lib.model.layout import layout_of
-from lib.model.token_stream import rounding_tolerance
+from lib.model.stream_trial import rounding_tolerance
 from lib.system import out_of_memory
 
 BLOCK = 8  # tokens between two looks at what was drawn: until then nothing waits for the device

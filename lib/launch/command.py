@@ -30,7 +30,7 @@ from lib.config import command_line, load
 from lib.distributed.connection import Channel, Listener, connect
 from lib.environment import ROOT
 from lib.errors import Stopped, UserError
-from lib.launch import discovery, hostfile, launcher, preflight, ssh, sync
+from lib.launch import discovery, hostfile, launcher, preflight, ssh
 from lib.launch.hostfile import Host
 from lib.launch.job import RDMA_BACKENDS, Job, scheduler_file
 from lib.launch.launcher import MAC_RESTARTS
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         job = checked(job)
         if options.sync:
-            sync.copy_to_hosts(job, options.sync)
+            ssh.copy_to_hosts(job, options.sync)
         here = this_host(job, options.role) if options.role else None
         if here is None and (options.preflight or options.preflight_only):
             passed = preflight.run(job, options.json)

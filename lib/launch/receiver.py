@@ -1,4 +1,4 @@
-"""Takes files on another host. lib/launch/sync.py sends this text to any Python from 3.11 on there, and nothing else.
+"""Takes files on another host. lib/launch/ssh.py sends this text to any Python from 3.11 on there, and nothing else.
 
     python3 -c THIS_TEXT FOLDER         input: a line of JSON {path: SHA-256}, then a tar of the files that differ
 

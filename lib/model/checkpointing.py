@@ -13,7 +13,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
+from lib.model.layout import parameters_outside_blocks
+from lib.model.long_attention import after
 from lib.model.patches import replace_modules, with_methods
+from lib.model.quantised import dequantised_once
 from lib.model.token_stream import Stream, Window
 
 PLAIN = (mx.array, str, int, float, type(None), Stream, Window)  # arguments in which a block leaves no outputs
@@ -105,3 +108,44 @@ def _parameters_first(gradients: Sequence[mx.array], trained: int) -> list[mx.ar
 
 def _has_gradient(leaf: Any) -> bool:
     return isinstance(leaf, mx.array) and mx.issubdtype(leaf.dtype, mx.floating)
+
+
+def checkpointed_chunks(
+    model: nn.Module,
+    head: Callable[[mx.array], mx.array],
+    chunks: Sequence[tuple[mx.array, mx.array]],
+    of: Callable[[mx.array, mx.array], mx.array],
+) -> mx.array:
+    """`of(logits, targets)` of all chunks, concatenated; the backward pass makes the logits again, chunk by chunk."""
+    before = parameters_outside_blocks(model)
+    names, targets = list(before), [t for _, t in chunks]
+
+    def recomputed(parameters: Sequence[mx.array], hidden: mx.array, targets: mx.array) -> mx.array:
+        model.update(tree_unflatten(dict(zip(names, parameters, strict=True))))
+        try:
+            return of(head(hidden), targets)
+        finally:
+            model.update(tree_unflatten(before))
+
+    @mx.custom_function
+    def of_all(*arrays: mx.array) -> list[mx.array]:
+        parameters, hidden = arrays[: len(names)], arrays[len(names) :]
+        outputs: list[mx.array] = []
+        for h, t in zip(hidden, targets, strict=True):
+            outputs.append(recomputed(parameters, after(h, outputs[-1:]), t))
+        return outputs
+
+    @of_all.vjp
+    def of_all_vjp(primals: Any, cotangents: Any, _: Any) -> list[mx.array]:
+        parameters, hidden = list(primals[: len(names)]), primals[len(names) :]
+        totals: list[mx.array] = []
+        by_hidden: list[mx.array] = []
+        with dequantised_once(model, sum(map(len, targets)), hidden[0]):
+            for h, t, cotangent in zip(hidden, targets, cotangents, strict=True):
+                inputs = [*parameters, after(h, [*by_hidden[-1:], *totals])]
+                _, slopes = mx.vjp(lambda *a, t=t: recomputed(a[:-1], a[-1], t), inputs, [cotangent])
+                totals = [a + b for a, b in zip(totals, slopes[:-1], strict=True)] if totals else slopes[:-1]
+                by_hidden.append(slopes[-1])
+        return [*totals, *by_hidden]
+
+    return mx.concatenate(of_all(*before.values(), *(h for h, _ in chunks)), axis=-1)

@@ -50,6 +50,19 @@ class VocabularyPart:
         around = [(0, 0)] * (part.ndim - 1) + [(self.first, self.size - self.last)]
         return self.ranks.sum_forward(mx.pad(part, around))
 
+    def figures(self, logits: mx.array, targets: mx.array) -> mx.array:
+        """The logarithm of this rank's part of the partition function, and the target's logit or 0: float32 [2, M]."""
+        wide, local = logits.astype(mx.float32), targets - self.first
+        at = mx.take_along_axis(wide, mx.clip(local, 0, wide.shape[-1] - 1)[:, None], axis=-1).squeeze(-1)
+        return mx.stack([mx.logsumexp(wide, axis=-1), mx.where((local >= 0) & (local < wide.shape[-1]), at, 0.0)])
+
+    def combined(self, figures: mx.array) -> tuple[mx.array, mx.array]:
+        """Log-probabilities and log partition functions of all ranks' `figures`: float32 [M] each."""
+        partitions = mx.where(self.rank_row[:, None], figures[:1], 0.0)
+        of_ranks = self.ranks.sum_forward(mx.concatenate([partitions, figures[1:]]))
+        partition = mx.logsumexp(of_ranks[:-1], axis=0)
+        return of_ranks[-1] - partition, partition
+
 
 class PositionsPart(NamedTuple):
     """Of a model whose head every rank holds whole: each applies it to some of the positions, as many as its weight."""
@@ -62,6 +75,27 @@ class PositionsPart(NamedTuple):
         ends = [round(positions * end / sum(self.weights)) for end in itertools.accumulate(self.weights, initial=0.0)]
         is_thin = any(begin == end for begin, end in itertools.pairwise(ends))
         return None if is_thin else (ends[self.ranks.rank], ends[self.ranks.rank + 1])
+
+    def gathered(
+        self, figures_of: Callable[[mx.array, mx.array], list[mx.array]], hidden: mx.array, targets: mx.array
+    ) -> list[mx.array]:
+        """figures_of(hidden, targets), float32 [M] each, of which every rank makes some positions'."""
+        if (bounds := self.bounds(len(targets))) is None:
+            return figures_of(hidden, targets)
+        begin, end = bounds
+        around = [(0, 0), (begin, len(targets) - end)]
+
+        @mx.custom_function
+        def of_all(figures: mx.array) -> mx.array:
+            return self.ranks.sum_forward(mx.pad(figures, around))
+
+        # A loss like SFT's has gradients that no log-probability decides: they wait, so that ranks sum in one order.
+        @of_all.vjp
+        def of_all_vjp(_: Any, cotangent: mx.array, summed: mx.array) -> mx.array:
+            return mx.depends([cotangent[:, begin:end]], [summed])[0]
+
+        figures = mx.stack(figures_of(self.ranks.sum_backward(hidden)[begin:end], targets[begin:end]))
+        return [row.squeeze(0) for row in mx.split(of_all(figures), len(figures))]
 
 
 @dataclass

@@ -34,7 +34,7 @@ from mlx_lm.models import (
 )
 
 from lib.model import recurrences
-from lib.model.gated_delta import gated_delta_rule, rwkv7_rule
+from lib.model.recurrences import gated_delta_rule, rwkv7_rule
 
 # Names in the model's file.
 PATCHED = ("scaled_dot_product_attention", "swiglu", "gated_delta_update", "ssm_update", "rnn_scan", "recurrent_gla")
@@ -111,7 +111,7 @@ def _attention_or_cache(
 
 
 def use_quick_recurrences(model: nn.Module) -> None:
-    """Lets the model's family use gated_delta.py and recurrences.py where mlx-lm would loop over several tokens."""
+    """Lets the model's family use lib/model/recurrences.py where mlx-lm would loop over several tokens."""
     _replace_function(model, "gated_delta_update", gated_delta.gated_delta_update, _gated_delta_or_loop)
     _replace_function(model, "ssm_update", ssm.ssm_update, recurrences.state_space_pieces)
     _replace_function(model, "rnn_scan", recurrent_gemma.rnn_scan, recurrences.gated_linear_unit)

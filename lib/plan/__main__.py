@@ -21,10 +21,9 @@ from lib.config.load import load
 from lib.errors import UserError
 from lib.model.partition import ModelShape, model_shape_of
 from lib.plan.calibration import FOLDER, MEMORY_HEADROOM, CurveKey, HostCalibration, read_calibration, read_published
-from lib.plan.facts import PlanFacts, RankHost
+from lib.plan.facts import HostSpeeds, PlanFacts, RankHost
 from lib.plan.memory import MemoryModel, Rows, Training, metal_limit_bytes, whole_weight_bytes
 from lib.plan.shares import solo_pairs_per_second
-from lib.plan.speeds import HostSpeeds
 from lib.system.mpi_and_blas import reported
 
 ROWS = Rows(prompt=512, seen=1024, tokens=1536, scored=1024)  # a pair of 512 + 2 x 512 tokens

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lib.config.settings import CostSettings
+from lib.plan.facts import BACKWARD
 from lib.plan.plan import ClusterPlan
-from lib.plan.speeds import BACKWARD
 from lib.system.hardware import Device
 
 START_SECONDS: dict[Device, float] = {"cpu": 9.0, "metal": 8.0, "cuda": 20.0}  # imports, data, weights, first kernels

@@ -38,7 +38,7 @@ class OptimizerMemory(NamedTuple):
 
     moments: float = 2  # kept between steps
     update: float = 5.2  # while an array is updated
-    slice_update: float = 0  # the same, where no more than a slice is updated at a time (lib/training/optimizers.py)
+    slice_update: float = 0  # the same, where no more than a slice is updated at a time (lib/training/update.py)
 
 
 ADAM = OptimizerMemory()  # and all that have no line here

@@ -18,11 +18,10 @@ import numpy as np
 
 from lib.errors import UserError
 from lib.plan.calibration import MEMORY_HEADROOM
-from lib.plan.facts import ASSUMED_LINK, PlanFacts
+from lib.plan.facts import ASSUMED_LINK, BACKWARD, HostSpeeds, PlanFacts
 from lib.plan.memory import head_bytes
 from lib.plan.plan import ClusterPlan, PartOfModel, Prediction, RankPlan, StagePlan, sum_of
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, check_count, split_evenly_sized
-from lib.plan.speeds import BACKWARD, HostSpeeds
 
 SIZES = (1, 2, 3, 4, 6, 8)  # of micro-batches, in pairs, that are compared
 DEEPER = (1, 2, 4)  # more micro-batches in flight, over links that a stage would wait for

@@ -14,12 +14,11 @@ import numpy as np
 from lib.errors import UserError
 from lib.model.partition import Division, divide, rank_bytes
 from lib.plan.calibration import MEMORY_HEADROOM
-from lib.plan.facts import ASSUMED_LINK, PlanFacts
+from lib.plan.facts import ASSUMED_LINK, PASSES_OF_ALL, HostSpeeds, PlanFacts
 from lib.plan.memory import StepBytes, rank_shape
 from lib.plan.pipeline import plan_of_parts
 from lib.plan.plan import ClusterPlan, PartOfModel, Prediction, sum_of
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, check_count, solo_pairs_per_second
-from lib.plan.speeds import PASSES_OF_ALL, HostSpeeds
 
 EQUAL = 0.05  # of a matrix-product rate, by which hosts may differ and still get equal parts, which can be compiled
 EQUAL_CHIPS = 0.25  # the same of NVIDIA's GPUs of one name: measured quickly, at clocks that come and go

@@ -16,12 +16,11 @@ from lib.config.load import with_strategy
 from lib.config.settings import IndependentSettings, ModelSettings, PlanSettings
 from lib.errors import UserError
 from lib.plan.calibration import BatchCurve, CurveKey
-from lib.plan.facts import DIVIDED, PlanFacts, prepared
+from lib.plan.facts import DIVIDED, HostSpeeds, PlanFacts, prepared
 from lib.plan.pipeline import plan_pipelined
 from lib.plan.plan import Basis, ClusterPlan, Merging, Prediction, RankPlan, plan_cluster, sum_of
 from lib.plan.sharded import plan_sharded
 from lib.plan.shares import TooLarge, distribute_work
-from lib.plan.speeds import HostSpeeds
 
 MERGE_COST = 0.01  # of the time of a run
 LEAST_MERGES = 8  # in a run; after each step, where it has fewer

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lib.report import tables
+from lib.report import history
 from lib.report.history import STEP_COLUMNS, RankHost, RunFigures, RunHistory
 from lib.system.records import Record
 
@@ -37,7 +37,7 @@ def learning(runs: Sequence[RunHistory]) -> list[Panel]:
     """Quantities of training over the steps, a panel each; held-out values as points. Independent ranks have a line
     each. Of several runs the smooth lines alone; the table of runs is their key."""
     panels = []
-    for name, quantity in tables.FIGURES.items():
+    for name, quantity in history.FIGURES.items():
         traces = [trace for number, run in enumerate(runs) for trace in _learning(run, name, number, len(runs) > 1)]
         axis: Plotly = {"tickformat": ".1%"} if "%" in quantity.form else {"exponentformat": "e"}
         lines = [trace for trace in traces if trace["name"] != "held out"] or traces[:1]
@@ -79,7 +79,7 @@ def _learning(run: RunHistory, name: str, number: int, is_compared: bool) -> lis
 
 def speed(run: RunHistory, now: RunFigures) -> Panel:
     """Pairs, or rows or groups, a second of every rank over the steps; the plan's as dotted lines."""
-    traces, unit = [], f"{tables.unit_of((run.config.get('train') or {}).get('loss'))}/s"
+    traces, unit = [], f"{history.unit_of((run.config.get('train') or {}).get('loss'))}/s"
     planned = {(rank["rank"], rank["host"]): rank["planned_pairs_per_second"] for rank in now.summary["ranks"]}
     for index, who in enumerate(run.series):
         (steps, values), look = run.curve(who, "pairs", over="step_seconds"), style(index)
@@ -93,12 +93,12 @@ def speed(run: RunHistory, now: RunFigures) -> Panel:
 
 def round_panels(run: RunHistory) -> list[Panel]:
     """What is measured of rounds, a point a round, with a cross on rounds that were undone."""
-    records, panels = tables.rounds(run), list[Panel]()
+    records, panels = history.rounds(run), list[Panel]()
     before = [event for event in run.of_kind("evaluation") if event.get("step") == 0][:1]  # of the first round
     held_out = [(0, event) for event in before] + [(number, record["held_out"]) for number, record in records.items()]
     answers = [(number, record["answers"]) for number, record in records.items()]
-    charted = [(name, of, held_out) for name, of in tables.HELD_OUT.items()]
-    charted += [(name, of, answers) for name, of in tables.OF_ROUNDS.items()]
+    charted = [(name, of, held_out) for name, of in history.HELD_OUT.items()]
+    charted += [(name, of, answers) for name, of in history.OF_ROUNDS.items()]
     for name, quantity, points in charted if records else ():
         if measured := [(number, of[name]) for number, of in points if of.get(name) is not None]:
             numbers, values = zip(*measured, strict=True)
@@ -184,14 +184,16 @@ def sections_of(runs: Sequence[RunHistory], now: RunFigures) -> list[PageSection
     elsewhere = [f"Not shown: {missing}. The records are on those hosts and come with the next checkpoint."]
     before = (run.of_kind("evaluation") or [Record()])[0]
     each = [
-        PageSection("Held out", ("", "before", "after"), tables.held_out(before, now.held_out)),
-        PageSection("Figures", None, tables.facts(summary, tables.unit_of(train.get("loss")))),
+        PageSection("Held out", ("", "before", "after"), history.held_out(before, now.held_out)),
+        PageSection("Figures", None, history.facts(summary, history.unit_of(train.get("loss")))),
         PageSection(LEARNING, panels=learning(runs)),
         *round_sections(run),
-        PageSection("Ranks and hosts", *tables.ranks(summary["ranks"]), texts=elsewhere if missing else ()),
+        PageSection("Ranks and hosts", *history.ranks(summary["ranks"]), texts=elsewhere if missing else ()),
         PageSection("Machines", panels=[speed(run, now)]),
         PageSection(
-            f"Warnings ({len(now.warnings)})", None, [(tables.describe(each),) for each in now.warnings[-SHOWN_EVENTS:]]
+            f"Warnings ({len(now.warnings)})",
+            None,
+            [(history.describe(each),) for each in now.warnings[-SHOWN_EVENTS:]],
         ),
         PageSection("Samples before and after", texts=samples(run)),
         PageSection("What happened when", None, happened(run)),
@@ -208,7 +210,7 @@ def happened(run: RunHistory) -> list[tuple[str, str]]:
         if event["kind"] not in ("checkpoint", "warning", "samples") and event.get("rank", 0) == 0
     ]
     return [
-        (time.strftime("%b %d %H:%M:%S", time.localtime(event["time"])), tables.describe(event))
+        (time.strftime("%b %d %H:%M:%S", time.localtime(event["time"])), history.describe(event))
         for event in events[: -SHOWN_EVENTS - 1 : -1]
     ]
 
@@ -225,10 +227,10 @@ def samples(run: RunHistory) -> list[str]:
 
 def round_sections(run: RunHistory) -> list[PageSection]:
     """The rounds of a run: figures and verdicts; nothing where it has none."""
-    newest = list(tables.rounds(run).values())[: -SHOWN_ROUNDS - 1 : -1]
+    newest = list(history.rounds(run).values())[: -SHOWN_ROUNDS - 1 : -1]
     if not newest:
         return []
-    figures = tables.OF_ROUNDS
+    figures = history.OF_ROUNDS
     rows = []
     for record in newest:
         held_out = [f"{name.replace('_', ' ')} {value:.3g}" for name, value in record["held_out"].items() if value]

@@ -22,9 +22,8 @@ from lib.data.prompts import Prompts
 from lib.distributed.world import World
 from lib.evaluate.evaluator import ANSWER_TOKENS, SAMPLE_TOKENS
 from lib.plan.cost import Pace, Work, hosts_cost, memory_text, outlook
-from lib.plan.plan import ClusterPlan
-from lib.plan.plan_warnings import long_warm_up, uneven_labels
-from lib.report import tables
+from lib.plan.plan import ClusterPlan, long_warm_up, uneven_labels
+from lib.report import history
 from lib.system import metal
 from lib.system.hardware import device_name, mlx_device
 from lib.system.records import PerformanceTracker, Record
@@ -115,7 +114,7 @@ class RunConsole(Terminal):
             self.line(f"held out {line.position}  {text}", "bold")
         elif kind == "plan":
             line.plan = record
-            self.line(tables.describe(record), "bold")
+            self.line(history.describe(record), "bold")
         elif kind == "merge":
             line.step = record.get("global_step") or line.step
         elif kind == "end":
@@ -146,7 +145,7 @@ class ProgressLine:
     def __init__(self, start: Record, window: int):
         self.total: int = start.get("steps") or 0
         self.plan: Record = start.get("plan") or Record()
-        self.unit = tables.unit_of(((start.get("config") or {}).get("train") or {}).get("loss"))
+        self.unit = history.unit_of(((start.get("config") or {}).get("train") or {}).get("loss"))
         self.done = self.step = start.get("resumed_from_step") or 0
         self.began = self.added = time.perf_counter()
         self.results: deque[Record] = deque(maxlen=window)
@@ -363,17 +362,17 @@ def show_end(say: RunConsole, folder: Path, loss: object) -> None:
         return
     summary = read_file.read_object(folder / "summary.json", "summary")
     before = {name.removesuffix("_before"): value for name, value in summary.items() if name.endswith("_before")}
-    if rows := tables.held_out(before, {**summary, "exact_match": summary["exact_match_after"]}):
+    if rows := history.held_out(before, {**summary, "exact_match": summary["exact_match_after"]}):
         say.line("")
         say.table("", ["held out", "before", "after"], rows)
     if len(summary["ranks"]) > 1:
         say.line("")
-        say.table("", *tables.ranks(summary["ranks"]), text_columns=2)
+        say.table("", *history.ranks(summary["ranks"]), text_columns=2)
     pages = [name for name in ("report.html", "curves.png", "summary.json") if (folder / name).exists()]
     results = ("results", f"{folder}/: {', '.join(['adapter', *pages])}")
-    unit, words = tables.unit_of(loss), [python(), "-m"]
+    unit, words = history.unit_of(loss), [python(), "-m"]
     say.line("")
-    say.facts(f"{summary['steps']:,} steps, {summary['pairs']:,} {unit}", [*tables.facts(summary, unit), results])
+    say.facts(f"{summary['steps']:,} steps, {summary['pairs']:,} {unit}", [*history.facts(summary, unit), results])
     say.line("")
     if (options := summary.get("generate_options", [])) is not None:  # else mlx-lm would render otherwise, or fail
         generate = ["mlx_lm", "generate", "--model", summary["model"], "--adapter-path", str(folder)]

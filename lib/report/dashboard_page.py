@@ -13,7 +13,7 @@ from typing import Any
 import dash
 import flask
 
-from lib.report import charts, tables
+from lib.report import charts, history
 from lib.report.history import RunFigures, RunHistory, figures, runs_in
 from lib.system.terminal import duration
 
@@ -149,8 +149,8 @@ def split(text: str) -> tuple[str, str]:
 
 def card_texts(run: RunHistory, now: RunFigures) -> list[tuple[str, str]]:
     """Title and text of each card: its figure, and a note."""
-    unit, loss = tables.unit_of((run.config.get("train") or {}).get("loss")), tables.FIGURES["loss"]
-    (_, steps), *facts = tables.facts(now.summary, unit)
+    unit, loss = history.unit_of((run.config.get("train") or {}).get("loss")), history.FIGURES["loss"]
+    (_, steps), *facts = history.facts(now.summary, unit)
     steps += f" / {now.steps:,}" if now.steps else ""
     steps += "" if now.left_seconds is None else f", {duration(now.left_seconds)} left"
     held_out = now.held_out.get("loss")
@@ -169,7 +169,7 @@ def comparison(runs: Sequence[RunHistory], each: Sequence[RunFigures]) -> Any:
         look = charts.style(number)
         border = {"solid": "solid", "dash": "dashed"}.get(look["dash"], "dotted")
         key = html.I(className="key", style={"borderTop": f"3px {border} {look['color']}"})
-        held_out = tables.FIGURES["loss"].text(now.held_out.get("loss"))
+        held_out = history.FIGURES["loss"].text(now.held_out.get("loss"))
         rows.append([[key, run.name], now.state, now.plan.get("strategy") or "-", held_out])
         rows[-1] += [split(values.get(title, "-"))[0] for title in titles]
     return _table(("run", "state", "strategy", "held-out loss", *titles), rows)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import queue
 import re
 import threading
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lib.system import files
 from lib.system.network import host_name
 
 T = TypeVar("T")
@@ -198,3 +200,49 @@ def kernel_kills() -> dict[str, int]:
             if match := re.search(r"^oom_kill (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE):
                 counts[f"{file} {boot}"] = int(match[1])
     return counts
+
+
+class MicroBatchLimit:
+    """The largest micro-batch that this host's memory holds, as a file of the run's folder. The kernel's out-of-memory
+    killer and Metal end a process without an exception. So a size is written down before it is first tried, and a start
+    that finds it unfinished halves it; on Linux only where the kernel has killed since."""
+
+    def __init__(self, path: Path):
+        # limit: pairs in a micro-batch at most. recomputes: even one pair takes gradient checkpointing.
+        self.path = path
+        self.stored: dict[str, Any] = {"fits": 0, "tried": 0, "limit": None, "recomputes": False}
+        with contextlib.suppress(OSError, ValueError):
+            self.stored |= json.loads(path.read_text(encoding="utf-8"))
+        tried = self.stored["tried"]
+        if tried > self.stored["fits"] and self.stored["kills"] != kernel_kills():
+            self.record(max(1, tried // 2), self.recomputes or tried == 1)
+
+    @property
+    def size(self) -> int | None:
+        """Pairs in a micro-batch at most; None without a limit."""
+        size: int | None = self.stored["limit"]
+        return size
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether even one pair takes gradient checkpointing."""
+        return bool(self.stored["recomputes"])
+
+    def begin(self, size: int) -> None:
+        """Notes that micro-batches of this size are tried, if they never were."""
+        if size > self.stored["fits"]:
+            self._write(tried=size, kills=kernel_kills())
+
+    def end(self, size: int) -> None:
+        """Notes that they fit."""
+        if size > self.stored["fits"]:
+            self._write(fits=size)
+
+    def record(self, limit: int, recomputes: bool) -> None:
+        """Notes that no more than these micro-batches fit."""
+        self._write(tried=0, limit=limit, recomputes=recomputes, fits=min(limit, self.stored["fits"]))
+
+    def _write(self, **fields: object) -> None:
+        self.stored |= fields
+        if self.path.parent.is_dir():
+            files.write_atomically(self.path, json.dumps(self.stored) + "\n")

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from lib.config.settings import ModelSettings
+from lib.config.settings import ModelSettings, TrainSettings
 from lib.data import tokenizer
 from lib.distributed import heartbeat
 from lib.distributed.links import Links, links_of
@@ -26,6 +26,7 @@ from lib.model.layout import Stage
 from lib.model.partition import Division, Holders, Part, apportion, divide, model_shape_of
 from lib.system import metal
 from lib.system.out_of_memory import OutOfMemory
+from lib.training.update import compiles
 
 Blocks = tuple[int, ...]  # consecutive blocks of each rank
 SHARED = "what the first and the last rank hold"
@@ -242,3 +243,14 @@ def load_reference(settings: ModelSettings, seed: int, world: World) -> nn.Modul
             division = divide(shape, weights, settings.shard_vocabulary) if shape else None
     divided(model, division, world)
     return model
+
+
+def is_compiled(train: TrainSettings, world: World) -> bool:
+    """Whether the step is traced once for every shape of its batches. Never where ranks have unequal parts of every
+    block: their graphs differ, and so might the order of collectives; nor, by default, where a sum leaves the device,
+    as over a Mac's ring, where it was not tried."""
+    if isinstance(world, Lockstep) and not isinstance(world, InStages):  # within a stage there are no sums
+        division = world.ranks.division
+        if division is None or not division.is_even or not (train.compile or world.backend == "nccl"):
+            return False
+    return compiles(train)

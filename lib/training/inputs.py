@@ -26,7 +26,7 @@ from lib.errors import UserError
 from lib.model import adapters, checkpointing, load
 from lib.model.load import compute_type
 from lib.system.model_folder import end_ids, resolve
-from lib.training import losses
+from lib.training.unpaired_losses import needs_mismatched
 
 SHOWN_CHARACTERS = 400  # of the first row
 
@@ -123,7 +123,7 @@ def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     elif config.record_kind == "group":
         data = load_groups(config.data, words, say)
     else:
-        kind, mismatched = config.record_kind, losses.needs_mismatched(config.train.loss)
+        kind, mismatched = config.record_kind, needs_mismatched(config.train.loss)
         data = open_training(config.data, kind, of_model, tell=say, mismatched=mismatched, vocabulary=words)
         valid = open_held_out(config.data, kind, of_model, tell=say, mismatched=mismatched, vocabulary=words)
         if data.segments is None:  # else nothing is known of rows that are not fetched

@@ -28,27 +28,31 @@ from mlx.utils import tree_flatten, tree_map
 
 from lib.config.settings import DataSettings, ModelSettings, TrainSettings
 from lib.data.batch import Batch, collate_trained
+from lib.data.batch_shapes import TraceCost
 from lib.data.dataset import Dataset, Example
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import adapters, load
 from lib.model.layout import backbone_of
 from lib.model.quantised import device
+from lib.model.stream_trial import cannot_share_prompts
 from lib.model.token_stream import (
     Replaced,
     Stream,
     StreamInputs,
     arrays_of,
-    cannot_share_prompts,
     hidden_states,
     length_multiple,
     scored_states,
 )
 from lib.system import model_folder
+from lib.system.hardware import Device
 from lib.training import losses
+from lib.training.divided_world import is_compiled
 from lib.training.losses import figures_of, loss_and_sums
 from lib.training.optimizers import make_optimizer
-from lib.training.step import Step, arrays_beside, is_compiled
+from lib.training.step import Step, arrays_beside
+from lib.training.unpaired_losses import UNPAIRED_LOSSES, needs_mismatched
 
 # A part's process: its name is the argument, and its work comes on the standard input.
 START = "from lib.system import mpi_and_blas; mpi_and_blas.prepare(); from lib.training import kernels; kernels.main()"
@@ -234,7 +238,7 @@ def _of_logps(step: Step, batch: Batch) -> tuple[mx.array, mx.array]:
     figures = inputs["mask"].shape[: 3 if step.train.record_kind == "group" else 2]  # of tokens, or of completions
     reference = mx.full(figures, -10.0) if losses.needs_reference(step.train) else None
     _, labels = arrays_beside(batch, None)
-    baseline = mx.array(0.0) if step.train.loss in losses.UNPAIRED_LOSSES else None
+    baseline = mx.array(0.0) if step.train.loss in UNPAIRED_LOSSES else None
     logps, *others = (mx.full(array.shape, -5.0, array.dtype) for array in figures_of(step.train, step.model, inputs))
 
     def of_logps(logps: mx.array) -> mx.array:
@@ -279,7 +283,7 @@ def compile_part(
         }
         longer["completions"] = tuple(ids % VOCABULARY for ids in longer["completions"])
         rows.append(dataclasses.replace(row, prompt_ids=row.prompt_ids % VOCABULARY, **longer))
-    mismatched = losses.needs_mismatched(train.loss)
+    mismatched = needs_mismatched(train.loss)
     model.train()
     batch = collate_trained(rows, length_multiple(layout), layout.shared_prompts, mismatched)
     PARTS[part](Step(model, make_optimizer(train), train, World()), batch)
@@ -288,3 +292,20 @@ def compile_part(
 def main() -> None:
     """Compiles the part that the command line names."""
     compile_part(sys.argv[1], *pickle.loads(sys.stdin.buffer.read()))
+
+
+# Orders of magnitude, by device: FLOP/s in matrix products, seconds to launch a block's kernels, both ways.
+FLOPS: dict[Device, float] = {"cpu": 1e11, "metal": 1e13, "cuda": 1.5e14}
+LAUNCH_SECONDS: dict[Device, float] = {"cpu": 0.0, "metal": 1e-3, "cuda": 2.2e-3}
+TRACE_SECONDS = 0.025
+
+
+def trace_cost(model: nn.Module) -> TraceCost:
+    """What a further shape of micro-batches costs this model on this device, in tokens of forward and backward."""
+    arrays = [array for _, array in tree_flatten(model.parameters())]
+    parameters = sum(array.size * (8 if array.dtype == mx.uint32 else 1) for array in arrays)
+    blocks, tokens_per_second = len(getattr(model, "layers", ())) or 1, FLOPS[device()] / (6 * parameters)
+    return TraceCost(
+        tokens=TRACE_SECONDS * blocks * tokens_per_second,
+        least_tokens=LAUNCH_SECONDS[device()] * blocks * tokens_per_second,
+    )

@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from lib.data.batch import MicroBatches
-from lib.data.batch_shapes import lengths_and_cost
+from lib.data.batch import MicroBatch, MicroBatches
+from lib.data.batch_shapes import RunShapes, lengths_and_cost
 from lib.data.order import Position, advance, assign_micro_batches, epoch_order, global_batch, micro_batches, prefetch
 from lib.distributed import heartbeat
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped, UserError
-from lib.model import adapter_files, checkpointing
-from lib.plan.plan_warnings import strayed
-from lib.system import files, network, out_of_memory, records
-from lib.system.out_of_memory import OutOfMemory
+from lib.model import checkpointing
+from lib.system import network, out_of_memory
+from lib.system.out_of_memory import MicroBatchLimit, OutOfMemory
 from lib.training import checkpoint
-from lib.training.divided_world import InStages
+from lib.training.divided_world import InStages, is_compiled
+from lib.training.kernels import trace_cost
 from lib.training.losses import Metrics
-from lib.training.optimizers import learning_rate
 from lib.training.pipelined_step import PipelinedStep, StagePace
 from lib.training.run import PREFETCHED, TrainingRun
+from lib.training.run_end import early_end, take_best
 from lib.training.run_facts import memory_limit
-from lib.training.step import MicroBatch, Step, StepRecord, is_compiled, trace_cost
-from lib.training.summary import summary_of
-
-Evaluate = Callable[[World, list[int]], Metrics]  # held-out metrics, by some ranks in some shares; recorded and printed
-
+from lib.training.step import Step, StepRecord
+from lib.training.update import learning_rate
 
 # ---- The batches of a run --------------------------------------------------------------------------------------------
 
@@ -59,9 +54,10 @@ class Batches:
         # Unlike devices pad unlike, but all ranks assign the same rows.
         multiple = world.broadcast_value(layout.length_multiple)
         self.lengths, self.cost = lengths_and_cost(self.data, multiple, layout.shares_prompts)
-        cost = trace_cost(run.model) if is_compiled(config.train, world.workers) else None
-        padding = layout.length_multiple, layout.shares_prompts
-        self.make = MicroBatches(self.data, reference, config.train, config.data.max_length, *padding, cost)
+        padding, shapes = (layout.length_multiple, layout.shares_prompts), None
+        if is_compiled(config.train, world.workers):
+            shapes = RunShapes(self.data, config.train, config.data.max_length, *padding, trace_cost(run.model))
+        self.make = MicroBatches(self.data, reference, *padding, shapes)
 
     def upcoming(self, run: TrainingRun) -> Iterator[StepBatch]:
         """Every step that is left."""
@@ -85,52 +81,6 @@ class Batches:
 
 
 # ---- One step, until it is done: once more where it is not finite, with half the batch where memory runs out ---------
-
-
-class MicroBatchLimit:
-    """The largest micro-batch that this host's memory holds, as a file of the run's folder. The kernel's out-of-memory
-    killer and Metal end a process without an exception. So a size is written down before it is first tried, and a start
-    that finds it unfinished halves it; on Linux only where the kernel has killed since."""
-
-    def __init__(self, path: Path):
-        # limit: pairs in a micro-batch at most. recomputes: even one pair takes gradient checkpointing.
-        self.path = path
-        self.stored: dict[str, Any] = {"fits": 0, "tried": 0, "limit": None, "recomputes": False}
-        with contextlib.suppress(OSError, ValueError):
-            self.stored |= json.loads(path.read_text(encoding="utf-8"))
-        tried = self.stored["tried"]
-        if tried > self.stored["fits"] and self.stored["kills"] != out_of_memory.kernel_kills():
-            self.record(max(1, tried // 2), self.recomputes or tried == 1)
-
-    @property
-    def size(self) -> int | None:
-        """Pairs in a micro-batch at most; None without a limit."""
-        size: int | None = self.stored["limit"]
-        return size
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether even one pair takes gradient checkpointing."""
-        return bool(self.stored["recomputes"])
-
-    def begin(self, size: int) -> None:
-        """Notes that micro-batches of this size are tried, if they never were."""
-        if size > self.stored["fits"]:
-            self._write(tried=size, kills=out_of_memory.kernel_kills())
-
-    def end(self, size: int) -> None:
-        """Notes that they fit."""
-        if size > self.stored["fits"]:
-            self._write(fits=size)
-
-    def record(self, limit: int, recomputes: bool) -> None:
-        """Notes that no more than these micro-batches fit."""
-        self._write(tried=0, limit=limit, recomputes=recomputes, fits=min(limit, self.stored["fits"]))
-
-    def _write(self, **fields: object) -> None:
-        self.stored |= fields
-        if self.path.parent.is_dir():
-            files.write_atomically(self.path, json.dumps(self.stored) + "\n")
 
 
 class Learner:
@@ -196,7 +146,8 @@ class Learner:
             self.memory.begin(size)
             mx.async_eval(self.step.trained.read())  # a lazy array belongs to its thread
             try:
-                with_reference = (self.run.step_reference or iter)(fitting)
+                reference = self.run.step_reference
+                with_reference = fitting if reference is None else reference(fitting)
                 result = out_of_memory.attempt(partial(self.step, index, rate, with_reference))
             except OutOfMemory as error:
                 if not error.ranks:
@@ -238,8 +189,10 @@ class Learner:
 class TrainingLoop:
     """The steps of a run. Once in a while the model is evaluated, and a checkpoint is written."""
 
-    def __init__(self, run: TrainingRun, reference: np.ndarray | None, evaluate_on: Evaluate):
-        """reference: float32 [n, K], log-probabilities of the training rows."""
+    def __init__(
+        self, run: TrainingRun, reference: np.ndarray | None, evaluate_on: Callable[[World, list[int]], Metrics]
+    ):
+        """reference: float32 [n, K], of the training rows. evaluate_on: held-out metrics, by ranks in these shares."""
         self.run, self.batches, self.evaluate_on = run, Batches(run, reference), evaluate_on
         self.learner = Learner(run, self.batches.make)
         self.latest: Metrics = {}  # held-out metrics of the model as it is
@@ -269,35 +222,11 @@ class TrainingLoop:
         self.latest = self.evaluate() if run.is_over else run.progress.before
         if not run.is_over:
             (self._train_synchronously if run.local_sgd is None else self._train_independently)()
-        if why := self.early_end():
+        if why := early_end(run):
             run.say.line(f"training ends after step {run.progress.step} of {run.steps}: {why}")
         self.final_step = run.progress.step
         if run.config.checkpoint.final == "best" and run.config.evaluate.every is not None:
-            self._take_best()
-
-    def early_end(self) -> str | None:
-        """Why training ended before the run's last step, if it did."""
-        run, progress = self.run, self.run.progress
-        if progress.step >= run.steps:
-            return None
-        count, best = progress.evaluations_since_best, progress.best_metrics.get(run.best_by)
-        shown = "" if best is None else f" (best {run.best_by} {best:.4f} at step {progress.best_step})"
-        return f"no improvement for {count} evaluations{shown}; train.patience={run.config.train.patience}"
-
-    def _take_best(self) -> None:
-        """Goes back to the weights of the best evaluation, where these are not the last ones."""
-        run, progress = self.run, self.run.progress
-        step, best = progress.best_step, progress.best_metrics.get(run.best_by)
-        if run.is_never_merged or step is None or best is None or step == progress.step:
-            return
-        path = run.folder / "checkpoints" / f"step-{step:08d}"
-        if fault := run.world.broadcast_text(checkpoint.fault_of(path) or "" if run.world.rank == 0 else ""):
-            text = f"{path}, of the best {run.best_by}, is damaged ({fault}); the last weights are taken"
-            run.say.warning(text, run.own_step)
-            return
-        checkpoint.restore_weights(path, run.model, run.world)
-        self.final_step, self.latest = step, progress.best_metrics
-        run.say.line(f"the weights of step {step} are taken, of the best {run.best_by} ({best:.4f})")
+            self.final_step, self.latest = take_best(run, self.latest)
 
     def _train_synchronously(self) -> None:
         run, progress, schedule = self.run, self.run.progress, self.run.schedule
@@ -358,30 +287,3 @@ class TrainingLoop:
             checkpoint_due = is_best or run.is_over or checkpoint_due
         if checkpoint_due and not run.save() and is_best:
             progress.best_step, progress.best_metrics = best_so_far
-
-    def finish(self) -> None:
-        """Saves the result and its figures, and closes the log."""
-        run, world, tracker = self.run, self.run.world, self.run.tracker
-        if (text := strayed(self.latest.get("kl"))) is not None:
-            run.say.warning(text, run.own_step)
-        reason = self.early_end()
-        every = world.gather_values(tracker.totals() | (self.latest if run.is_never_merged else {}))
-        if not checkpoint.are_finite(world, run.model, run.optimizer):
-            raise Stopped(
-                f"the weights after step {run.progress.step} are not finite, and no adapter is made of them (the "
-                f"checkpoints in {run.folder} have finite ones); start a new run with a smaller train.learning_rate"
-            )
-        run.writer.wait()
-        with world.agreeing("finishing"), world.gathering(run.model.trainable_parameters()) as [weights]:
-            if run.is_never_merged:
-                folder = run.folder / "ranks" / f"rank-{world.rank:03d}"
-                adapter_files.save_trained(run.model, run.config.model, folder)
-            if world.rank == 0:
-                adapter_files.save_trained(run.model, run.config.model, run.folder, *weights)
-                run.count_wall_seconds()
-                result = summary_of(run, self.latest, self.final_step, reason, every)
-                files.write_atomically(run.folder / "summary.json", records.dumps(result, indent=2) + "\n")
-        run.writer.record(tracker)
-        tracker.record("end", step=run.own_step, final_step=self.final_step, reason=reason, **self.latest)
-        tracker.gather(world, everything=True)
-        tracker.close()

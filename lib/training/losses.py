@@ -6,7 +6,7 @@ tokens for SFT; every normalisation of GRPO's is over the whole step, too.
 
 Notation: x prompt, y_w chosen, y_l rejected completion, |y| its tokens (the end token included), pi the policy, pi_ref
 the frozen reference, r = log[pi(y|x)/pi_ref(y|x)], h = r_w - r_l; all log-probabilities in nats. beta and the other
-numbers of the formulas are settings, train.NAME. lib/training/group_losses.py has GRPO.
+numbers of the formulas are settings, train.NAME. lib/training/unpaired_losses.py has KTO and BCO, group_losses.py GRPO.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import get_args
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
-from lib.config.settings import REFERENCE_FREE_LOSSES, Loss, PreferenceLoss, TrainSettings, UnpairedLoss
-from lib.model.logps import completion_logps, completion_logps_and_weights, completion_token_logps
+from lib.config.settings import REFERENCE_FREE_LOSSES, PreferenceLoss, TrainSettings
+from lib.model.entropies import completion_logps_and_weights, completion_token_logps
+from lib.model.logps import completion_logps
 from lib.model.token_stream import StreamInputs
 from lib.training.group_losses import Groups, group_loss
+from lib.training.unpaired_losses import UNPAIRED_LOSSES, log_sigmoid, unpaired_losses, unpaired_means, unpaired_metrics
 
 PREFERENCE_LOSSES: tuple[PreferenceLoss, ...] = get_args(PreferenceLoss)
-UNPAIRED_LOSSES: tuple[UnpairedLoss, ...] = get_args(UnpairedLoss)
 # What a step adds up over micro-batches and ranks. `count` divides the loss and the gradients (pairs or rows for
 # preference losses, tokens for SFT); `pairs` divides the metrics, and `desirable` rewards of desirable rows.
 REWARDS = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl")
@@ -47,11 +47,6 @@ def needs_reference(train: TrainSettings) -> bool:
     )
 
 
-def needs_mismatched(loss: Loss) -> bool:
-    """Whether a loss needs the log-probability of another prompt's completion, too."""
-    return loss == "kto"
-
-
 @dataclass(frozen=True)
 class LogProbs:
     """log pi(y|x) of B pairs under one model, summed over completion tokens."""
@@ -65,19 +60,6 @@ class LogProbs:
     def per_token(self) -> tuple[mx.array, mx.array]:
         """log pi(y_w|x) / |y_w| and log pi(y_l|x) / |y_l|, float32 [B]."""
         return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
-
-
-@mx.custom_function
-def log_sigmoid(x: mx.array) -> mx.array:
-    """log sigma(x). The gradient of MLX's logaddexp is good to 1e-8 only."""
-    return mx.minimum(x, 0) - mx.log1p(mx.exp(-mx.abs(x)))
-
-
-@log_sigmoid.vjp
-def _log_sigmoid_vjp(x: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
-    e = mx.exp(-mx.abs(x))
-    part = cotangent / (1 + e) * e
-    return mx.where(x > 0, part, cotangent - part)
 
 
 def log_odds(logp: mx.array) -> mx.array:
@@ -209,46 +191,6 @@ def preference_metrics(
     return sums
 
 
-# ---- Unpaired: completions labelled desirable or not; SFT ------------------------------------------------------------
-
-
-def unpaired_losses(
-    ratios: mx.array, desirable: mx.array, baseline: mx.array, train: TrainSettings
-) -> tuple[mx.array, mx.array]:
-    """(losses, rewards beta r), float32 [B], of r, float32 [B], and labels, bool [B]. baseline: kto's z_0 in nats,
-    bco's delta in rewards: no gradient."""
-    assert ratios.dtype == mx.float32, ratios.dtype
-    beta, baseline, signs = train.beta, mx.stop_gradient(baseline), mx.where(desirable, 1.0, -1.0)
-    # KTO, Ethayarajh et al. 2024, arXiv:2402.01306, eqs. 7 and 8, without lambda: 1 - sigma(beta (r - z_0)) for a
-    # desirable completion, 1 - sigma(beta (z_0 - r)) for another. exp(log sigma(-x)) keeps a small gradient's digits.
-    if train.loss == "kto":
-        losses = mx.exp(log_sigmoid(-signs * beta * (ratios - baseline)))
-    # BCO, Jung et al. 2024, arXiv:2404.04656, section 4, a binary classifier of rewards: -log sigma(beta r - delta), or
-    # -log sigma(-(beta r - delta)), without the paper's density ratio (UDM); delta is the mean of all rewards so far.
-    else:
-        losses = -log_sigmoid(signs * (beta * ratios - baseline))
-    weights = mx.where(desirable, train.desirable_weight, train.undesirable_weight)
-    return weights * losses, mx.stop_gradient(beta * ratios)
-
-
-def unpaired_metrics(
-    ratios: mx.array, labels: mx.array, rewards: mx.array, baseline: mx.array, train: TrainSettings, counted: mx.array
-) -> dict[str, mx.array]:
-    """Sums over rows (float32 scalars). counted: float32 [B], 1 for a row, 0 for padding. reward_chosen and
-    reward_rejected are over desirable and over undesirable rows. reward_accuracy counts rows on their side of the
-    baseline, a tie as 1/2. kl is z_0 for kto; for bco the mean of -r, as `preference_metrics` has it."""
-    desirable, is_kto, signs = counted * labels, train.loss == "kto", mx.where(labels, 1.0, -1.0)
-    right = 0.5 * (mx.sign(signs * (rewards - (train.beta * baseline if is_kto else baseline))) + 1)
-    drift = mx.broadcast_to(baseline, counted.shape) if is_kto else -mx.stop_gradient(ratios)
-    return {
-        "desirable": desirable.sum(),
-        "reward_chosen": (desirable * rewards).sum(),
-        "reward_rejected": ((counted - desirable) * rewards).sum(),
-        "reward_accuracy": (counted * right).sum(),
-        "kl": (counted * drift).sum(),
-    }
-
-
 # ---- What a step computes: figures, sums, means ----------------------------------------------------------------------
 
 
@@ -344,27 +286,5 @@ def means_of(sums: dict[str, float], train: TrainSettings) -> Metrics:
     if train.loss != "sft":
         means |= {name: mean(name, "pairs") for name in REWARDS if name != "kl" or has_reference}
     if train.loss in UNPAIRED_LOSSES:
-        counts = {"reward_chosen": sums["desirable"], "reward_rejected": sums["pairs"] - sums["desirable"]}
-        means |= {name: sums[name] / count if count else None for name, count in counts.items()}
-        chosen, rejected = means["reward_chosen"], means["reward_rejected"]
-        means["reward_margin"] = None if chosen is None or rejected is None else chosen - rejected
-        means |= {"desirable": counts["reward_chosen"], "undesirable": counts["reward_rejected"]}
+        means |= unpaired_means(sums)
     return means
-
-
-def baseline_of_step(train: TrainSettings, sums: mx.array, rewards: list[float]) -> float:
-    """KTO's z_0 (arXiv:2402.01306, section 4.1), the mean r of mismatched completions, in nats, never below 0; or BCO's
-    delta, the mean of all rewards so far. sums: of log ratios and their count; rewards: the same of rewards, before."""
-    total, count = sums.tolist()
-    if not needs_mismatched(train.loss):
-        total, count = rewards[0] + train.beta * total, rewards[1] + count
-    mean = total / count if count else 0.0
-    return 0.0 if mean < 0 and needs_mismatched(train.loss) else mean  # NaN stays NaN, so the step is skipped
-
-
-def baseline_of_rows(train: TrainSettings, policy: np.ndarray, reference: np.ndarray) -> mx.array:
-    """The baseline of rows that are evaluated together, a float32 scalar, of log-probabilities float32 [n, K]."""
-    ratios = mx.array(policy) - mx.array(reference)
-    compared = ratios[:, int(needs_mismatched(train.loss))]
-    sums = mx.stack([compared.sum(), mx.array(float(len(ratios)))])
-    return mx.array(baseline_of_step(train, sums, [0.0, 0.0]))

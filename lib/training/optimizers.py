@@ -1,48 +1,104 @@
-"""From the gradients' sums to new parameters: the optimizer, its learning rate, and the update rule.
-
-What MLX lacks: a rate of its own for LoRA's B, and the update of hundreds of arrays as one.
-"""
+"""The optimizers: MLX's by name, and AdamW whose moments take 8 bits a number between steps."""
 
 from __future__ import annotations
 
-import copy
 import inspect
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_merge, tree_unflatten
 
 from lib.config.settings import TrainSettings
-from lib.distributed.world import buckets
 from lib.errors import UserError
-from lib.training.adamw_8bit import AdamW8bit
 
-Tree = Mapping[str, Any]  # MLX's tree of arrays: by name, nested
-UPDATED_BYTES = 2**22  # of trained numbers whose updates are evaluated at a time
-# MLX's optimizers that treat each number by itself.
-ELEMENTWISE = optim.SGD, optim.RMSprop, optim.Adagrad, optim.AdaDelta, optim.Adam, optim.AdamW, optim.Adamax, optim.Lion
-LARGEST_BYTES = 2**28  # of joined arrays: an update makes every number anew before it frees the old ones
-WIDTH = 1024  # of the joined array's rows: sums of its squares are of a row first
-JOINED = "joined"
+BLOCK = 256  # numbers that share a largest one
+LEAST_QUANTISED = 4096  # numbers: smaller arrays keep states of 32 bits
+SLICE = 1024 * BLOCK  # numbers whose states are wide at a time
+DECADES = 7  # between the smallest code and the largest
 
 
-def learning_rate(train: TrainSettings, step: float, steps: int) -> float:
-    """The rate of the step-th of `steps` updates, from 0: a linear rise, then the schedule's fall to the last update.
-    For another batch than the one that it was chosen for it grows linearly (arXiv:1706.02677, section 2.1) or with the
-    square root (arXiv:1404.5997, section 5), by train.learning_rate_scaling."""
-    ratio = train.global_batch_size / (train.learning_rate_batch_size or train.global_batch_size)
-    scale = ratio ** {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[train.learning_rate_scaling]
-    peak, final = scale * train.learning_rate, scale * train.final_learning_rate
-    if step < train.warmup_steps:
-        return peak * (step + 1) / (train.warmup_steps + 1)
-    progress = min(1.0, (step - train.warmup_steps) / max(1, steps - 1 - train.warmup_steps))
-    fall = {"constant": 0.0, "linear": progress, "cosine": (1 - math.cos(math.pi * progress)) / 2}[train.schedule]
-    return peak + (final - peak) * fall
+class Codes:
+    """Float32 arrays as 8 bits a number, with one float32 for every BLOCK of them: dynamic tree quantisation, Dettmers
+    et al. 2021, arXiv:2110.02861, section 2.2: every decade has twice the numbers of the one below it."""
+
+    def __init__(self, signed: bool):
+        positive = [np.zeros(0)]
+        for decade in range(DECADES):
+            edges = np.linspace(0.1, 1, 2 ** (decade + (0 if signed else 1)) + 1)
+            positive.append(10.0 ** (decade + 1 - DECADES) * (edges[1:] + edges[:-1]) / 2)
+        numbers = np.concatenate(positive)
+        both = [-numbers, numbers] if signed else [numbers]
+        codes = np.sort(np.concatenate([*both, [0.0, 1.0]])).astype(np.float32)  # of the block's largest number
+        self.numbers, self.middles = mx.array(codes), mx.array((codes[1:] + codes[:-1]) / 2)
+        self.zero = int(np.flatnonzero(codes == 0)[0])
+
+    def zeros(self, size: int) -> tuple[mx.array, mx.array]:
+        """Codes, uint8 [blocks, BLOCK], and each block's largest magnitude, float32 [blocks]."""
+        blocks = -(-size // BLOCK)
+        return mx.full((blocks, BLOCK), self.zero, mx.uint8), mx.zeros(blocks)
+
+    def encode(self, array: mx.array) -> tuple[mx.array, mx.array]:
+        """The nearest codes, as `zeros` has them."""
+        flat = mx.pad(array.reshape(-1).astype(mx.float32), (0, -array.size % BLOCK)).reshape(-1, BLOCK)
+        largest = mx.abs(flat).max(axis=1)
+        relative = flat / mx.where(largest > 0, largest, 1)[:, None]
+        index = mx.zeros(flat.shape, mx.int32)
+        for step in (128, 64, 32, 16, 8, 4, 2, 1):  # a binary search
+            index = mx.where(relative > self.middles[index + (step - 1)], index + step, index)
+        if self.zero == 0:  # a second moment that became zero would make the next update as large as its root is small
+            index = mx.where(flat > 0, mx.maximum(index, 1), index)
+        return index.astype(mx.uint8), largest
+
+    def decode(self, codes: mx.array, largest: mx.array, shape: tuple[int, ...]) -> mx.array:
+        """float32 of that shape."""
+        flat = (self.numbers[codes] * largest[:, None]).reshape(-1)
+        return flat[: int(np.prod(shape))].reshape(shape)
+
+
+class AdamW8bit(optim.AdamW):
+    """AdamW whose two moments take 8 bits a number between steps (arXiv:2110.02861); a step computes in float32. Of
+    SLICE numbers at a time: their update takes 30 times their bytes on the way, and frees it before the next ones."""
+
+    moments = {"m": Codes(signed=True), "v": Codes(signed=False)}
+    earlier: Sequence[mx.array] = ()  # what the slice before made, which the next one waits for
+
+    def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
+        self.earlier = ()
+        return super().apply_gradients(gradients, parameters)
+
+    def init_single(self, parameter: mx.array, state: dict[str, Any]) -> None:
+        if parameter.size < LEAST_QUANTISED:
+            super().init_single(parameter, state)
+            return
+        for name, codes in self.moments.items():
+            state[name], state[f"{name}_largest"] = codes.zeros(parameter.size)
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
+        if "m_largest" not in state:
+            return super().apply_single(gradient, parameter, state)
+        flat, most, new, states = (gradient.reshape(-1), parameter.reshape(-1)), SLICE // BLOCK, [], []
+        for start in range(0, len(state["m"]), most):
+            of_blocks = {name: array[start : start + most] for name, array in state.items()}
+            numbers = slice(start * BLOCK, (start + most) * BLOCK)
+            new.append(self._apply_slice(flat[0][numbers], flat[1][numbers], of_blocks))
+            states.append(of_blocks)
+        state.update({name: mx.concatenate([blocks[name] for blocks in states]) for name in state})
+        return mx.concatenate(new).reshape(parameter.shape)
+
+    def _apply_slice(self, gradient: mx.array, parameter: mx.array, state: dict[str, mx.array]) -> mx.array:
+        """New numbers, float32 [n], of whole blocks; `state` gets their codes."""
+        if self.earlier:
+            gradient, *arrays = mx.depends([gradient, *state.values()], self.earlier)
+            state.update(zip(state, arrays, strict=True))
+        shape = parameter.shape
+        wide = {k: codes.decode(state[k], state[f"{k}_largest"], shape) for k, codes in self.moments.items()}
+        new = super().apply_single(gradient, parameter, wide)
+        for name, codes in self.moments.items():
+            state[name], state[f"{name}_largest"] = codes.encode(wide[name])
+        self.earlier = [new, *state.values()]
+        return new
 
 
 def make_optimizer(train: TrainSettings) -> optim.Optimizer:
@@ -65,200 +121,3 @@ def make_optimizer(train: TrainSettings) -> optim.Optimizer:
         fault = f"is not for {train.optimizer}: {str(error).partition(chr(10))[0]}"
         raise UserError(f"train.optimizer_options={train.optimizer_options} {fault}") from None
     return kind(learning_rate=train.learning_rate, **options)
-
-
-def apply_gradients(
-    optimizer: optim.Optimizer, gradients: Mapping[str, Any], parameters: Mapping[str, Any], b_ratio: float | None
-) -> Any:
-    """One update: the new parameters. Norms, biases and DoRA's magnitudes, which are vectors, do not decay. b_ratio:
-    LoRA+, Hayou et al. 2024, arXiv:2402.12354, section 5: the learning rate of LoRA's B over that of all else."""
-    decay, shapes = getattr(optimizer, "weight_decay", 0.0), dict(tree_flatten(parameters))
-    groups: dict[tuple[float, float], list[tuple[str, mx.array]]] = {}
-    for name, gradient in tree_flatten(gradients):
-        ratio = b_ratio if b_ratio is not None and name.endswith(".lora_b") else 1.0
-        groups.setdefault((ratio, decay if shapes[name].ndim > 1 else 0.0), []).append((name, gradient))
-    if not groups or list(groups) == [(1.0, decay)]:  # a stage that trains nothing counts its steps as the others do
-        return optimizer.apply_gradients(gradients, parameters)
-    optimizer.init(gradients)  # of all groups, where it was not
-    step, rate = optimizer.state["step"], optimizer.learning_rate
-    new: Any = {}
-    for (ratio, decay_of_group), group in groups.items():
-        optimizer.state["step"], optimizer.learning_rate = step, rate if ratio == 1 else ratio * rate  # the same step
-        if decay:
-            optimizer.weight_decay = decay_of_group
-        of_group = optimizer.apply_gradients(tree_unflatten(group), parameters)
-        new = tree_merge(new, of_group) if new else of_group
-    optimizer.learning_rate = rate
-    if decay:
-        optimizer.weight_decay = decay
-    return new
-
-
-def update_rule(model: nn.Module, optimizer: optim.Optimizer, train: TrainSettings, is_divided: bool) -> UpdateRule:
-    """The rule for what is trained of a model; the same again. is_divided: whether ranks hold parts of one model."""
-    if isinstance(optimizer, UpdateRule):
-        return optimizer
-    arrays = [array for _, array in tree_flatten(model.trainable_parameters())]
-    has_decay = bool(getattr(optimizer, "weight_decay", 0.0))
-    is_joined = (
-        compiles(train)
-        and not is_divided
-        and type(optimizer) in ELEMENTWISE
-        and train.loraplus_lr_ratio is None
-        and len(arrays) > 1
-        and all(array.dtype == mx.float32 and (array.ndim > 1 or not has_decay) for array in arrays)
-        and sum(array.nbytes for array in arrays) <= LARGEST_BYTES
-    )
-    return (JoinedUpdateRule if is_joined else UpdateRule)(model, optimizer, train)
-
-
-class UpdateRule(optim.Optimizer):
-    """The update array by array; compiled on a GPU. To others it is the optimizer, whose state it has."""
-
-    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, train: TrainSettings):
-        self.model, self.optimizer, self.train = model, optimizer, train
-        mx.eval(optimizer.state)  # a lazy array belongs to its thread
-        self.optimizer_state: list[Any] = [optimizer.state]  # which a compiled update reads and writes
-        self.mean, self._new = self._mean, self._new_parameters
-        if compiles(train):
-            self.mean = mx.compile(self._mean)
-            self._new = mx.compile(self._new_parameters, inputs=self.optimizer_state, outputs=self.optimizer_state)
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """The optimizer's, by the arrays' names."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: dict[str, Any]) -> None:
-        mx.eval(state)
-        self.optimizer.state = state
-
-    def init(self, parameters: dict[str, Any]) -> None:
-        """Begins what the state does not have yet."""
-        self.optimizer.init(parameters)
-        mx.eval(self.state)
-
-    def _mean(self, gradients: Tree, count: mx.array) -> tuple[Tree, dict[str, mx.array]]:
-        """Mean gradients, and their squared norms by name."""
-        mean = tree_map(lambda g: g / mx.maximum(count, 1), gradients)
-        # Rows first: float32 forgets what is added to a sum of millions.
-        return mean, {name: mx.square(mx.atleast_1d(g)).sum(axis=-1).sum() for name, g in tree_flatten(mean)}
-
-    def _new_parameters(self, parameters: Tree, gradients: Tree, norm: mx.array) -> Tree:
-        if self.train.max_grad_norm is not None:
-            factor = mx.minimum(self.train.max_grad_norm / (norm + 1e-6), 1.0)
-            gradients = tree_map(lambda g: g * factor, gradients)
-        return apply_gradients(self.optimizer, gradients, parameters, self.train.loraplus_lr_ratio)
-
-    def take(self, gradients: Tree, norm: mx.array, rate: float) -> None:
-        """The update by mean gradients of this global norm; its evaluation has begun."""
-        self.optimizer.learning_rate = rate
-        self.optimizer_state[0] = self.optimizer.state  # another object after a resume
-        self.model.update(self._new(self.model.trainable_parameters(), gradients, norm))
-        # Some arrays after the other: MLX would hold what all of them make on the way.
-        flat, of_states = tree_flatten(self.model.trainable_parameters()), dict[str, list[mx.array]]()
-        for name, array in tree_flatten(self.optimizer.state):
-            of_states.setdefault(name.rpartition(".")[0], []).append(array)
-        for bucket in buckets([array.nbytes for _, array in flat], UPDATED_BYTES):
-            mx.async_eval([(flat[i][1], of_states.pop(flat[i][0], [])) for i in bucket])
-        mx.async_eval(of_states)
-
-
-class JoinedUpdateRule(UpdateRule):
-    """The update of all arrays as one: 1B and 8B are 8 to 14 % slower on an H200 without it. Between steps the model
-    holds views; other arrays that are put there (a resume, a merge) are joined anew. The state by name is made when
-    somebody reads it: hundreds of views take milliseconds, in which a GPU has no work."""
-
-    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, train: TrainSettings):
-        super().__init__(model, copy.copy(optimizer), train)
-        self.trained, self.parameters, self.views = TrainedArrays(model), mx.array(0.0), list[mx.array]()
-        self.by_name: dict[str, Any] | None = optimizer.state  # None: not made since the last update
-        self.is_joined = False  # whether the optimizer has that state
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """The optimizer's, by the arrays' names; evaluated."""
-        if self.by_name is None:
-            state = dict(self.optimizer.state)
-            moments = {key: self._split(array) for key, array in state.pop(JOINED).items()}
-            names = enumerate(self.trained.names)
-            by_name = [(f"{name}.{key}", views[i]) for i, name in names for key, views in moments.items()]
-            self.by_name = state | (tree_unflatten(by_name) if by_name else {})
-            mx.eval(self.by_name)
-        return self.by_name
-
-    @state.setter
-    def state(self, state: dict[str, Any]) -> None:
-        mx.eval(state)
-        self.by_name, self.is_joined = state, False
-
-    def init(self, parameters: dict[str, Any]) -> None:
-        """Begins what the state does not have yet."""
-        begun = copy.copy(self.optimizer)
-        begun.state = self.state
-        begun.init(parameters)
-        self.state = begun.state
-
-    def _mean(self, gradients: Tree, count: mx.array) -> tuple[Tree, dict[str, mx.array]]:
-        by_name = dict(tree_flatten(gradients))  # in the order of a sum over ranks
-        return super()._mean({JOINED: _joined([by_name[name] for name in self.trained.names])}, count)
-
-    def take(self, gradients: Tree, norm: mx.array, rate: float) -> None:
-        arrays, names = self.trained.read(), self.trained.names
-        if [*map(id, arrays)] != [*map(id, self.views)]:
-            self.parameters = _joined(arrays)
-        if not self.is_joined:
-            flat = dict(tree_flatten(self.state))
-            joined: dict[str, Any] = {name: array for name, array in flat.items() if "." not in name}
-            if keys := sorted({name.rpartition(".")[2] for name in flat if name.startswith(f"{names[0]}.")}):
-                joined[JOINED] = {key: _joined([flat[f"{name}.{key}"] for name in names]) for key in keys}
-            self.optimizer.state, self.is_joined = joined, True
-            self.optimizer.init({JOINED: self.parameters})
-        self.optimizer.learning_rate = rate
-        self.optimizer_state[0] = self.optimizer.state
-        self.parameters, self.by_name = self._new({JOINED: self.parameters}, gradients, norm)[JOINED], None
-        mx.async_eval(self.parameters, self.optimizer.state)  # the device has its work before the views are made
-        self.views = self._split(self.parameters)
-        self.trained.write(self.views)
-        mx.async_eval(self.views)
-
-    def _split(self, joined: mx.array) -> list[mx.array]:
-        """Views of a joined array, in the order of the trained arrays."""
-        shapes = self.trained.shapes
-        ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
-        return [p.reshape(shape) for p, shape in zip(mx.split(joined.reshape(-1), ends)[:-1], shapes, strict=True)]
-
-
-def _joined(arrays: Sequence[mx.array]) -> mx.array:
-    """Arrays as one, float32 [rows, WIDTH], with zeros at its end."""
-    padding = mx.zeros(-sum(array.size for array in arrays) % WIDTH)
-    return mx.concatenate([*(array.reshape(-1).astype(mx.float32) for array in arrays), padding]).reshape(-1, WIDTH)
-
-
-class TrainedArrays:
-    """Each trained array's module (or list) and its key there, in tree_flatten's order: no walk through all modules."""
-
-    def __init__(self, model: nn.Module):
-        arrays = tree_flatten(model.trainable_parameters())
-        self.names, self.shapes = [name for name, _ in arrays], [array.shape for _, array in arrays]
-        self.places: list[tuple[Any, Any]] = []
-        for *path, key in (name.split(".") for name in self.names):
-            holder: Any = model
-            for part in path:
-                holder = holder[int(part)] if isinstance(holder, list) else holder[part]
-            self.places.append((holder, int(key) if isinstance(holder, list) else key))
-
-    def read(self) -> list[mx.array]:
-        """The arrays as they are now."""
-        return [holder[key] for holder, key in self.places]
-
-    def write(self, arrays: Sequence[mx.array]) -> None:
-        """Puts other arrays there, in the same order."""
-        for (holder, key), array in zip(self.places, arrays, strict=True):
-            holder[key] = array
-
-
-def compiles(train: TrainSettings) -> bool:
-    """Whether functions without collectives are compiled: on a GPU, unless the settings say otherwise."""
-    return train.compile if train.compile is not None else mx.default_device() == mx.gpu

@@ -19,15 +19,15 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 from lib.config.settings import SyncSettings, TrainSettings
-from lib.data.batch import Batch
+from lib.data.batch import Batch, MicroBatch
 from lib.distributed import compression, heartbeat
 from lib.model.layout import layout_of
 from lib.model.token_stream import StreamInputs, arrays_of, hidden_states
 from lib.plan.pipeline import operations
 from lib.system.out_of_memory import Limit
-from lib.training.divided_world import InStages
+from lib.training.divided_world import InStages, is_compiled
 from lib.training.losses import SUMS, figures_of, loss_and_sums
-from lib.training.step import MicroBatch, Step, StepRecord, Tree, arrays_beside, is_compiled
+from lib.training.step import Step, StepRecord, Tree, arrays_beside
 
 ACTIVATIONS, GRADIENTS = "the activations of a micro-batch", "the gradients of a micro-batch's activations"
 INPUT = ""  # its name among parameters

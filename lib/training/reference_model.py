@@ -1,14 +1,8 @@
-"""Log-probabilities of every completion in a dataset, by all ranks together, and the reference's of every step's rows.
-
-A reference that stays is computed in the step that trains a row first, and stored row by row, in the checkpoints too:
-training starts at once, and rows that no step takes cost nothing.
-"""
+"""Log-probabilities of every completion in a dataset, by all ranks together; how batches for a model are laid out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -16,23 +10,19 @@ import mlx.nn as nn
 import numpy as np
 
 from lib.config.settings import Config, DataSettings, ModelSettings
-from lib.data.batch import Batch, collate
+from lib.data.batch import collate
 from lib.data.dataset import Dataset
 from lib.data.order import micro_batches, split
-from lib.distributed.compression import Arrays
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.model import adapter_files
 from lib.model.layout import layout_of
-from lib.model.logps import completion_logps, completion_token_logps
-from lib.model.token_stream import StreamInputs, arrays_of, cannot_share_prompts, length_multiple
+from lib.model.logps import completion_logps
+from lib.model.stream_trial import cannot_share_prompts
+from lib.model.token_stream import arrays_of, length_multiple
 from lib.system import out_of_memory
 from lib.training.divided_world import Lockstep
-from lib.training.optimizers import TrainedArrays
-from lib.training.step import MicroBatch
 
 MIXUP = 0.6  # how far a reference that follows goes, by default (arXiv:2404.09656, table 1)
-LOGPS = "logps"  # the array of a checkpoint's file
 BLOCK_BATCHES = 16  # between two sums over ranks: a slow rank is waited for often, so no wait grows long
 
 
@@ -99,89 +89,3 @@ def layout(model: nn.Module, settings: DataSettings, world: World) -> Layout:
 def is_in_steps(settings: ModelSettings, world: World) -> bool:
     """Whether each step computes the reference: that takes no second copy of all weights, and holds no rank up."""
     return settings.reference == "initial" and settings.method != "full" and not world.divides_model
-
-
-@dataclass
-class StepReference:
-    """Gives micro-batches their reference's log-probabilities, one when it is taken."""
-
-    policy: nn.Module
-    model: nn.Module  # the reference; the policy where that is it, before training
-    world: World
-    arrays: Arrays  # what the policy trains, as the reference has it; {} where the reference is another model
-    every: int | None = None  # steps after which it follows the policy, None for never; alpha: how far it goes then
-    alpha: float = 1.0
-    temperature: float = 1.0
-    logps: np.ndarray | None = None  # float32 [n, K], of each row; 0 before they are computed. None: not stored
-    is_compiled: bool = False  # whether its pass is traced, once for every shape
-
-    def __post_init__(self) -> None:
-        self._trained, self._traced = TrainedArrays(self.policy), set[object]()
-        self._pass = mx.compile(self._logps, inputs=[self.model.state]) if self.is_compiled else self._logps
-
-    def __call__(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        for batch, _ in batches:
-            if self.logps is None:
-                yield batch, self._compute(batch)
-                continue
-            is_stored = self.logps[batch.rows].any(axis=1, keepdims=True)
-            if not is_stored.all():
-                self.logps[batch.rows] = np.where(is_stored, self.logps[batch.rows], self._compute(batch))
-            yield batch, self.logps[batch.rows]
-
-    def _compute(self, batch: Batch) -> np.ndarray:
-        """float32 [examples, K]; of groups [examples, K, C]."""
-        parts = [batch] if batch.mismatched is None else [batch, batch.mismatched]
-        shapes = {part.shapes for part in parts} if self.is_compiled else {None}
-        what = "reference log-probabilities of a batch"
-        with self._in_place(walks=not shapes <= self._traced), self.world.workers.together(what):
-            logps = [np.array(self._pass(arrays_of(part.inputs))) for part in parts]
-        self._traced |= shapes - {None}
-        # Each part may be padded to a shape of its own.
-        return np.concatenate([of_part[: len(batch.rows)] for of_part in logps], axis=1)
-
-    @contextmanager
-    def _in_place(self, walks: bool) -> Iterator[None]:
-        """The policy's arrays are the reference's. walks: through all modules; a traced graph needs none of it."""
-        now = self._trained.read()
-        if self.arrays:
-            self._trained.write([self.arrays[name] for name in self._trained.names])
-        if walks:
-            self.model.eval()
-        try:
-            yield
-        finally:
-            self._trained.write(now)
-            if walks:
-                self.policy.train()
-
-    def _logps(self, inputs: StreamInputs) -> mx.array:
-        """Of whole completions, float32 [b, K]; of groups those of each token, [b, K, C]."""
-        if "rewards" not in inputs:
-            return completion_logps(self.model, inputs)
-        return completion_token_logps(self.model, inputs, self.temperature)[0]
-
-    def of_all_ranks(self) -> Arrays:
-        """What every rank has stored, for a checkpoint: float32 [ranks, n, K]."""
-        assert self.logps is not None
-        every = np.zeros((self.world.size, *self.logps.shape), np.float32)
-        every[self.world.rank] = self.logps
-        return {LOGPS: self.world.all_sum(mx.array(every), "the reference's log-probabilities")}
-
-    def remember(self, stored: Arrays) -> None:
-        """Takes up what a checkpoint of as many ranks has; of another world all is computed again."""
-        of_ranks = stored.get(LOGPS)
-        if self.logps is not None and of_ranks is not None and of_ranks.shape == (self.world.size, *self.logps.shape):
-            self.logps = np.array(of_ranks[self.world.rank])
-
-    def follow(self, step: int) -> None:
-        """Moves the reference after a step, where it is its turn. TR-DPO, Gorbatovski et al. 2024, arXiv:2404.09656,
-        section 3: every tau steps the reference becomes alpha times the policy plus (1 - alpha) times itself, or the
-        policy (alpha = 1). Adapters take the policy's: a mean of their factors is no mean of the weights."""
-        if self.every is None or step % self.every:
-            return
-        now = adapter_files.trainable(self.policy)
-        if self.alpha < 1:
-            now = {name: self.alpha * array + (1 - self.alpha) * self.arrays[name] for name, array in now.items()}
-        self.arrays = now
-        mx.eval(self.arrays)

@@ -35,11 +35,13 @@ from lib.system.records import Arithmetic, PerformanceTracker
 from lib.system.terminal import Terminal
 from lib.training import checkpoint, divided_world, kernels, losses, reference_model
 from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, Snapshot
+from lib.training.divided_world import is_compiled
 from lib.training.inputs import Inputs
 from lib.training.local_sgd import LocalSGD, Merger
-from lib.training.optimizers import learning_rate, make_optimizer
-from lib.training.reference_model import Layout, StepReference
-from lib.training.step import is_compiled
+from lib.training.optimizers import make_optimizer
+from lib.training.reference_model import Layout
+from lib.training.step import StepReference
+from lib.training.update import learning_rate
 
 PREFETCHED = 2  # batches made ahead of the step
 Counting = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # shows a pass: its name and its rows

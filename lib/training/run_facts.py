@@ -30,8 +30,7 @@ from lib.plan.calibration import CurveKey, HostCalibration, nearest_curve
 from lib.plan.facts import PlanFacts, RankHost
 from lib.plan.memory import ADAM, OPTIMIZERS, MemoryModel, Rows, Training
 from lib.plan.pipeline import configured_blocks
-from lib.plan.plan import ClusterPlan
-from lib.plan.plan_warnings import advised
+from lib.plan.plan import ClusterPlan, advised
 from lib.plan.sharded import plan_sharded
 from lib.plan.strategy import plan
 from lib.system import hardware, model_folder

@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward, sum over ranks, one division, clip, update.
+"""One optimizer step: the reference, forward and backward, sum over ranks, one division, clip, update.
 
 Every quantity travels as a sum beside a count, so that unequal ranks and ragged micro-batches weigh what they hold.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,27 +16,27 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from lib.config.settings import SyncSettings, TrainSettings
-from lib.data.batch import Batch
-from lib.data.batch_shapes import TraceCost
+from lib.data.batch import Batch, MicroBatch
 from lib.distributed import compression
+from lib.distributed.compression import Arrays
 from lib.distributed.world import World
 from lib.errors import UserError
+from lib.model import adapter_files
+from lib.model.entropies import completion_token_logps
 from lib.model.layout import embedding_of
 from lib.model.logps import completion_logps
-from lib.model.quantised import device
 from lib.model.token_stream import StreamInputs, arrays_of
 from lib.system import out_of_memory
-from lib.system.hardware import Device
 from lib.system.out_of_memory import Limit, OutOfMemory
-from lib.training import losses
-from lib.training.divided_world import InStages, Lockstep
+from lib.training.divided_world import Lockstep, is_compiled
 from lib.training.losses import SUMS, Figures, Metrics, figures_of, loss_and_sums, means_of
-from lib.training.optimizers import TrainedArrays, Tree, compiles, update_rule
+from lib.training.unpaired_losses import UNPAIRED_LOSSES, baseline_of_step, log_ratio_sums
+from lib.training.update import TrainedArrays, Tree, update_rule
 
-MicroBatch = tuple[Batch, np.ndarray | None]  # with its reference's log-probabilities: [b, K]; of groups [b, K, C]
+LOGPS = "logps"  # the array of a checkpoint's file, with the reference's log-probabilities
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Step:
         self.model, self.train, self.world, self.sync = model, train, world, sync or SyncSettings()
         self.rank, self.limit = world.rank if rank is None else rank, limit or Limit()
         self.update = update_rule(model, optimizer, train, isinstance(world, Lockstep))
-        self.feedback: compression.Arrays = {}  # what compression left out of this rank's gradients so far, by name
+        self.feedback: Arrays = {}  # what compression left out of this rank's gradients so far, by name
         self.rewards = [0.0, 0.0]  # bco: sum and count of all steps so far
         self.shapes: dict[object, int] = {}  # of the batches so far, with the bytes that a pass sends
         self.last_started = time.perf_counter()
@@ -108,9 +109,9 @@ class Step:
         if self.draws:
             batches = noisy(batches, self.train.neftune_noise_alpha, self.train.seed, index)
         what, part, ratios, baseline, waited_seconds = f"step {index + 1}", None, None, None, 0.0
-        if self.train.loss in losses.UNPAIRED_LOSSES:
+        if self.train.loss in UNPAIRED_LOSSES:
             part, batches, ratios, waited_seconds = self.log_ratios(what, batches)
-            baseline = mx.array(losses.baseline_of_step(self.train, ratios, self.rewards))
+            baseline = mx.array(baseline_of_step(self.train, ratios, self.rewards))
         counted: list[Batch] = []
         if part is None or part.failure is None:
             part = self._attempt(what, lambda: self.forward_backward(what, batches, counted, baseline))
@@ -191,26 +192,14 @@ class Step:
     ) -> tuple[RankSums, list[MicroBatch], mx.array, float]:
         """The micro-batches, the sum and count of a baseline's log ratios, without dropout, and the seconds waited."""
         taken: list[MicroBatch] = []
-        column = int(losses.needs_mismatched(self.train.loss))
 
         def work() -> tuple[None, mx.array]:
             taken.extend(batches)
-            sums = mx.zeros(2)
-            self.model.eval()
-            for batch, reference in self.limit.watching(iter(taken)):
-                scored = batch.mismatched if column else batch
-                assert scored is not None and reference is not None
-                with self.world.together(what):
-                    policy = completion_logps(self.model, arrays_of(scored.inputs))[: len(batch.rows), 0]
-                    ratios = policy - mx.array(reference[:, column])
-                    sums = sums + mx.stack([ratios.sum(), mx.array(float(len(batch.rows)))])
-                    mx.eval(sums)  # one micro-batch's activations at a time
-            self.model.train()
+            sums = log_ratio_sums(self.train.loss, self.model, self.limit.watching(iter(taken)), self.world, what)
             return None, sums
 
         part, arrived = self._attempt(what, work), time.perf_counter()
-        sums = part.sums if part.failure is None else mx.zeros(2)
-        totals = self.world.all_sum(sums, "the baseline of a step")
+        totals = self.world.all_sum(mx.zeros(2) if part.failure else part.sums, "the baseline of a step")
         return part, taken, totals, time.perf_counter() - arrived
 
     def _attempt(self, what: str, work: Callable[[], tuple[Tree | None, mx.array]]) -> RankSums:
@@ -238,7 +227,7 @@ class Step:
 
     def sum(
         self, part: RankSums, compute_seconds: float, elapsed_seconds: float, tokens: int
-    ) -> tuple[list[list[float]], Tree, mx.array, compression.Arrays]:
+    ) -> tuple[list[list[float]], Tree, mx.array, Arrays]:
         """Every rank's numbers, summed; mean gradients and their norm; what compression left out of them. The numbers:
         SUMS; every rank's compute seconds; its bytes where memory ran out; all tokens and rank 0's seconds."""
         of_ranks = np.zeros((2, self.world.size))
@@ -279,29 +268,88 @@ def noisy(batches: Iterable[MicroBatch], alpha: float | None, seed: int, step: i
         yield replace(batch, noise_keys=keys, noise_scales=scales), reference
 
 
-# Orders of magnitude, by device: FLOP/s in matrix products, seconds to launch a block's kernels, both ways.
-FLOPS: dict[Device, float] = {"cpu": 1e11, "metal": 1e13, "cuda": 1.5e14}
-LAUNCH_SECONDS: dict[Device, float] = {"cpu": 0.0, "metal": 1e-3, "cuda": 2.2e-3}
-TRACE_SECONDS = 0.025
+@dataclass
+class StepReference:
+    """Gives micro-batches their reference's log-probabilities, when one is taken. Those of a reference that stays are
+    stored row by row, in the checkpoints too: training starts at once, and rows that no step takes cost nothing."""
 
+    policy: nn.Module
+    model: nn.Module  # the reference; the policy where that is it, before training
+    world: World
+    arrays: Arrays  # what the policy trains, as the reference has it; {} where the reference is another model
+    every: int | None = None  # steps after which it follows the policy, None for never; alpha: how far it goes then
+    alpha: float = 1.0
+    temperature: float = 1.0
+    logps: np.ndarray | None = None  # float32 [n, K], of each row; 0 before they are computed. None: not stored
+    is_compiled: bool = False  # whether its pass is traced, once for every shape
 
-def trace_cost(model: nn.Module) -> TraceCost:
-    """What a further shape of micro-batches costs this model on this device, in tokens of forward and backward."""
-    arrays = [array for _, array in tree_flatten(model.parameters())]
-    parameters = sum(array.size * (8 if array.dtype == mx.uint32 else 1) for array in arrays)
-    blocks, tokens_per_second = len(getattr(model, "layers", ())) or 1, FLOPS[device()] / (6 * parameters)
-    return TraceCost(
-        tokens=TRACE_SECONDS * blocks * tokens_per_second,
-        least_tokens=LAUNCH_SECONDS[device()] * blocks * tokens_per_second,
-    )
+    def __post_init__(self) -> None:
+        self._trained, self._traced = TrainedArrays(self.policy), set[object]()
+        self._pass = mx.compile(self._logps, inputs=[self.model.state]) if self.is_compiled else self._logps
 
+    def __call__(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        for batch, _ in batches:
+            if self.logps is None:
+                yield batch, self._compute(batch)
+                continue
+            is_stored = self.logps[batch.rows].any(axis=1, keepdims=True)
+            if not is_stored.all():
+                self.logps[batch.rows] = np.where(is_stored, self.logps[batch.rows], self._compute(batch))
+            yield batch, self.logps[batch.rows]
 
-def is_compiled(train: TrainSettings, world: World) -> bool:
-    """Whether the step is traced once for every shape of its batches. Never where ranks have unequal parts of every
-    block: their graphs differ, and so might the order of collectives; nor, by default, where a sum leaves the device,
-    as over a Mac's ring, where it was not tried."""
-    if isinstance(world, Lockstep) and not isinstance(world, InStages):  # within a stage there are no sums
-        division = world.ranks.division
-        if division is None or not division.is_even or not (train.compile or world.backend == "nccl"):
-            return False
-    return compiles(train)
+    def _compute(self, batch: Batch) -> np.ndarray:
+        """float32 [examples, K]; of groups [examples, K, C]."""
+        parts = [batch] if batch.mismatched is None else [batch, batch.mismatched]
+        shapes = {part.shapes for part in parts} if self.is_compiled else {None}
+        what = "reference log-probabilities of a batch"
+        with self._in_place(walks=not shapes <= self._traced), self.world.workers.together(what):
+            logps = [np.array(self._pass(arrays_of(part.inputs))) for part in parts]
+        self._traced |= shapes - {None}
+        # Each part may be padded to a shape of its own.
+        return np.concatenate([of_part[: len(batch.rows)] for of_part in logps], axis=1)
+
+    @contextmanager
+    def _in_place(self, walks: bool) -> Iterator[None]:
+        """The policy's arrays are the reference's. walks: through all modules; a traced graph needs none of it."""
+        now = self._trained.read()
+        if self.arrays:
+            self._trained.write([self.arrays[name] for name in self._trained.names])
+        if walks:
+            self.model.eval()
+        try:
+            yield
+        finally:
+            self._trained.write(now)
+            if walks:
+                self.policy.train()
+
+    def _logps(self, inputs: StreamInputs) -> mx.array:
+        """Of whole completions, float32 [b, K]; of groups those of each token, [b, K, C]."""
+        if "rewards" not in inputs:
+            return completion_logps(self.model, inputs)
+        return completion_token_logps(self.model, inputs, self.temperature)[0]
+
+    def of_all_ranks(self) -> Arrays:
+        """What every rank has stored, for a checkpoint: float32 [ranks, n, K]."""
+        assert self.logps is not None
+        every = np.zeros((self.world.size, *self.logps.shape), np.float32)
+        every[self.world.rank] = self.logps
+        return {LOGPS: self.world.all_sum(mx.array(every), "the reference's log-probabilities")}
+
+    def remember(self, stored: Arrays) -> None:
+        """Takes up what a checkpoint of as many ranks has; of another world all is computed again."""
+        of_ranks = stored.get(LOGPS)
+        if self.logps is not None and of_ranks is not None and of_ranks.shape == (self.world.size, *self.logps.shape):
+            self.logps = np.array(of_ranks[self.world.rank])
+
+    def follow(self, step: int) -> None:
+        """Moves the reference after a step, where it is its turn. TR-DPO, Gorbatovski et al. 2024, arXiv:2404.09656,
+        section 3: every tau steps the reference becomes alpha times the policy plus (1 - alpha) times itself, or the
+        policy (alpha = 1). Adapters take the policy's: a mean of their factors is no mean of the weights."""
+        if self.every is None or step % self.every:
+            return
+        now = adapter_files.trainable(self.policy)
+        if self.alpha < 1:
+            now = {name: self.alpha * array + (1 - self.alpha) * self.arrays[name] for name, array in now.items()}
+        self.arrays = now
+        mx.eval(self.arrays)

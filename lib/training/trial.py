@@ -24,12 +24,14 @@ from lib.data.order import epoch_order, micro_batches, split
 from lib.distributed.world import World
 from lib.model.layout import block_list_of, layout_of
 from lib.model.quantised import device
-from lib.model.token_stream import StreamInputs, arrays_of, cannot_share_prompts, hidden_states, length_multiple
+from lib.model.stream_trial import cannot_share_prompts
+from lib.model.token_stream import StreamInputs, arrays_of, hidden_states, length_multiple
 from lib.plan.cost import Pace, pace_of
 from lib.plan.plan import ClusterPlan
 from lib.training.inputs import Inputs
-from lib.training.losses import UNPAIRED_LOSSES, figures_of, needs_mismatched, needs_reference
+from lib.training.losses import figures_of, needs_reference
 from lib.training.reference_model import is_in_steps
+from lib.training.unpaired_losses import UNPAIRED_LOSSES, needs_mismatched
 
 FEW, MORE = 1, 4  # of its blocks
 LOOK_SECONDS, LOOKS = 1.0, 6  # that looks at a micro-batch may take; how many there are at most

@@ -1,17 +1,74 @@
-"""summary.json: the final figures of a run (docs/runs.md)."""
+"""The end of a run: the weights that stay, and summary.json, its final figures (docs/runs.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from lib.errors import Stopped
+from lib.model import adapter_files
 from lib.plan.cost import hosts_cost
-from lib.plan.plan import ClusterPlan
+from lib.plan.plan import ClusterPlan, strayed
+from lib.system import files, records
+from lib.training import checkpoint
 from lib.training.inputs import generate_options
 from lib.training.losses import Metrics
 from lib.training.run import TrainingRun
 
 FIGURES = ("loss", "reward_accuracy", "reward_margin", "kl")  # held out; None where there is no held-out data
+
+
+def early_end(run: TrainingRun) -> str | None:
+    """Why training ended before the run's last step, if it did."""
+    if (progress := run.progress).step >= run.steps:
+        return None
+    count, best = progress.evaluations_since_best, progress.best_metrics.get(run.best_by)
+    shown = "" if best is None else f" (best {run.best_by} {best:.4f} at step {progress.best_step})"
+    return f"no improvement for {count} evaluations{shown}; train.patience={run.config.train.patience}"
+
+
+def take_best(run: TrainingRun, latest: Metrics) -> tuple[int, Metrics]:
+    """Goes back to the weights of the best evaluation, where these are not the last ones. The step of the weights that
+    the model has then, and their held-out metrics. latest: of the last ones."""
+    progress, step, best = run.progress, run.progress.best_step, run.progress.best_metrics.get(run.best_by)
+    if run.is_never_merged or step is None or best is None or step == progress.step:
+        return progress.step, latest
+    path = run.folder / "checkpoints" / f"step-{step:08d}"
+    if fault := run.world.broadcast_text(checkpoint.fault_of(path) or "" if run.world.rank == 0 else ""):
+        text = f"{path}, of the best {run.best_by}, is damaged ({fault}); the last weights are taken"
+        run.say.warning(text, run.own_step)
+        return progress.step, latest
+    checkpoint.restore_weights(path, run.model, run.world)
+    run.say.line(f"the weights of step {step} are taken, of the best {run.best_by} ({best:.4f})")
+    return step, progress.best_metrics
+
+
+def finish(run: TrainingRun, latest: Metrics, final_step: int) -> None:
+    """Saves the result and its figures, and closes the log. latest: held out, of the weights of `final_step`."""
+    world, tracker = run.world, run.tracker
+    if (text := strayed(latest.get("kl"))) is not None:
+        run.say.warning(text, run.own_step)
+    reason = early_end(run)
+    every = world.gather_values(tracker.totals() | (latest if run.is_never_merged else {}))
+    if not checkpoint.are_finite(world, run.model, run.optimizer):
+        raise Stopped(
+            f"the weights after step {run.progress.step} are not finite, and no adapter is made of them (the "
+            f"checkpoints in {run.folder} have finite ones); start a new run with a smaller train.learning_rate"
+        )
+    run.writer.wait()
+    with world.agreeing("finishing"), world.gathering(run.model.trainable_parameters()) as [weights]:
+        if run.is_never_merged:
+            folder = run.folder / "ranks" / f"rank-{world.rank:03d}"
+            adapter_files.save_trained(run.model, run.config.model, folder)
+        if world.rank == 0:
+            adapter_files.save_trained(run.model, run.config.model, run.folder, *weights)
+            run.count_wall_seconds()
+            result = summary_of(run, latest, final_step, reason, every)
+            files.write_atomically(run.folder / "summary.json", records.dumps(result, indent=2) + "\n")
+    run.writer.record(tracker)
+    tracker.record("end", step=run.own_step, final_step=final_step, reason=reason, **latest)
+    tracker.gather(world, everything=True)
+    tracker.close()
 
 
 def summary_of(
