@@ -483,6 +483,20 @@ def test_a_short_question_under_a_system_prompt_is_not_learnt(tmp_path: Path) ->
     assert (prompt, learnt_text(data, name=NEMO)) == ("<s>[INST]S.\n\nHi?[/INST]", "Yes.</s>")
 
 
+@pytest.mark.parametrize("name", ["Qwen-Qwen3-0.6B", "openai-gpt-oss-120b", "GLM-4.7-Flash"])
+def test_thinking_that_is_blank_is_none(tmp_path: Path, name: str) -> None:
+    """Nemotron#240: prompts opened a block of thinking, and gpt-oss learnt an empty channel."""
+    plain = {"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER | {"content": "No."}]}
+    ours, _ = opened(tmp_path, [plain], tokenizer=wrapped(name))
+    for blank in ("", "\n\n", None):
+        row = plain | {"chosen": [ANSWER | {"reasoning_content": blank}]}
+        assert opened(tmp_path, [row], tokenizer=wrapped(name))[0].digest == ours.digest
+    thinks, _ = opened(tmp_path, [plain | {"chosen": [ANSWER | {"reasoning_content": "Hm."}]}], tokenizer=wrapped(name))
+    if name.startswith("GLM"):  # an answer without thinking closes the block that its prompt opens
+        closed = thinks[0].completions[1].tolist()
+        assert wrapped(name).decode(closed).startswith("</think>No.") and not thinks[0].masks[1][0]
+
+
 def test_two_calls_of_one_function_are_both_learnt_or_refused(tmp_path: Path) -> None:
     """gpt-oss's template writes the first one alone, and its result's header names the function, too."""
     city = [{"name": "get_weather", "arguments": {"city": name}} for name in ("Oslo", "Rome")]

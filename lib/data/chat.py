@@ -18,14 +18,12 @@ import jinja2
 
 from lib.config import read_file
 from lib.config.settings import DataSettings
-from lib.data.record_formats import JSON, TURN_MARKS, Chat, Message, Unusable
+from lib.data.record_formats import JSON, REASONING, TURN_MARKS, Chat, Message, Unusable
 from lib.data.tokenizer import Tokenizer
 from lib.errors import UserError
 
 # Stands for a text whose place in a rendering is looked for: no template trims, splits or escapes it.
 SENTINEL = "qZ7sentinelZ7q"
-# Fields in which messages carry their thinking; transformers gives templates all of them where a message has one.
-REASONING = ("reasoning_content", "reasoning", "thinking")
 # Of a message: what is looked for by itself, what only tells which call is meant, and what no template shows.
 FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "weight", *REASONING})
 NOTHING: tuple[object, ...] = ("", [], {}, False)  # what a field may hold unseen

@@ -139,6 +139,8 @@ SPEAKERS = {
 }
 ROLES = {name: role for role, names in SPEAKERS.items() for name in names.split()}
 LISTED = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from|value)\1\s*:")  # messages as text
+# Fields in which messages carry their thinking; transformers gives templates all of them where a message has one.
+REASONING = ("reasoning_content", "reasoning", "thinking")
 CALLERS = ("function_call", "tool_call")  # ShareGPT's speakers whose text is a call
 
 
@@ -185,7 +187,9 @@ def _message(message: object, where: str, ignore: Collection[str]) -> Message:
     if not isinstance(message, dict):
         raise Unusable(f"{where} is {name_of_type(message)}, not a message {{role, content}}")
     # A file that was parquet once has null for each field that a message lacks; templates ask whether one is there.
-    fields = {key: item for key, item in message.items() if item is not None and key not in ignore}
+    # Thinking that is blank is none: templates ask whether it is there, and would open a block for it.
+    left_out = {*ignore, *(key for key in REASONING if not str(message.get(key) or "").strip())}
+    fields = {key: item for key, item in message.items() if item is not None and key not in left_out}
     columns = f"(it has: {', '.join(map(str, message))})"
     if "role" not in fields and "from" in fields:  # ShareGPT's {from, value}
         fields = {"role": fields.pop("from"), "content": fields.pop("value", None)} | fields

@@ -18,7 +18,16 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lib.config.settings import DataSettings
-from lib.data.chat import EMPTY_THINKING, SENTINEL, ChatTemplate, Rendering, assistant_message, has_reasoning, lost
+from lib.data.chat import (
+    EMPTY_THINKING,
+    OPENED_THINKING,
+    SENTINEL,
+    ChatTemplate,
+    Rendering,
+    assistant_message,
+    has_reasoning,
+    lost,
+)
 from lib.data.record_formats import JSON, Chat, Message, Plain, Unusable, bounds_of, check_messages, check_tools
 from lib.data.tokenizer import SPECIMEN, TextTokens, Tokenizer
 from lib.errors import UserError
@@ -344,6 +353,8 @@ class Encoder:
         if end in whole[:start] and at > common:
             return at
         marks, header = self.tokens.special.values(), whole[common:start]
+        if (opened := OPENED_THINKING.search(prompt)) and header.strip() == f"</{opened[1]}>":
+            return common  # an answer without thinking closes the block that its prompt opens
         tail = os.path.commonprefix([prompt[::-1], whole[:start][::-1]])[::-1]
         if any(mark in tail for mark in marks):  # Mistral's system prompt stands in the last question alone
             return start
