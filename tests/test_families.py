@@ -28,7 +28,7 @@ from lib.errors import UserError
 from lib.export import command
 from lib.model import adapter_files, adapters, recurrences, stream_trial, token_stream
 from lib.model import load as load_module
-from lib.model.checkpointing import checkpoint_blocks
+from lib.model.gradient_checkpointing import checkpoint_blocks
 from lib.model.layout import layout_of
 from lib.model.logps import completion_logps
 from lib.system.out_of_memory import Limit

@@ -20,10 +20,10 @@ from mlx_lm.tuner.lora import LoRALinear
 from lib.config import settings
 from lib.data.batch import Batch, collate
 from lib.data.dataset import Example
-from lib.model import adapters, lora, patches, stream_trial, token_stream
+from lib.model import adapters, lora_layers, patches, stream_trial, token_stream
 from lib.model import load as load_module
 from lib.model import logps as logps_module
-from lib.model.checkpointing import checkpoint_blocks
+from lib.model.gradient_checkpointing import checkpoint_blocks
 from lib.model.layout import layout_of
 from tests import families, rounding, tiny
 from tests.tiny import model_folder
@@ -261,8 +261,8 @@ def test_low_rank_linears_equal_mlx_lms_layers(kind: str, names: tuple[str, ...]
         return [*outputs, mx.grad(total)(x), *(a for _, a in tree_flatten(gradients))]
 
     expected = run()
-    lora.use_low_rank_linear(block)
-    assert all(type(block[name]) is lora.LowRankLinear for name in names)
+    lora_layers.use_low_rank_linear(block)
+    assert all(type(block[name]) is lora_layers.LowRankLinear for name in names)
     for ours, theirs in zip(run(), expected, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == mx.float32
         # Sums of 96 columns at most, or of 15 rows of them.
@@ -272,7 +272,7 @@ def test_low_rank_linears_equal_mlx_lms_layers(kind: str, names: tuple[str, ...]
 def test_low_rank_products_are_made_in_the_models_type_from_float32_adapters(tmp_path: Path) -> None:
     model = load(tmp_path, "llama", dtype="bfloat16")
     layer = model.layers[0].mlp.up_proj
-    assert type(layer) is lora.LowRankLinear and layer.lora_a.dtype == mx.float32
+    assert type(layer) is lora_layers.LowRankLinear and layer.lora_a.dtype == mx.float32
     x = mx.random.normal((7, 16)).astype(mx.bfloat16)
     value, gradients = nn.value_and_grad(layer, lambda x: layer(x).astype(mx.float32).sum())(x)
     assert layer(x).dtype == mx.bfloat16 and all(a.dtype == mx.float32 for _, a in tree_flatten(gradients))

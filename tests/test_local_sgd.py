@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lib.config.settings import TrainSettings
 from lib.data import order as row_order
-from lib.training import local_sgd
-from lib.training.update import learning_rate
+from lib.training import local_sgd, merging
+from lib.training.optimizers import learning_rate
 from tests import rounding, tiny
 from tests.rounding import roundoff
 from tests.tiny import steps_of
@@ -150,7 +150,7 @@ def adapter(rng: np.random.Generator, shapes: list[tuple[int, ...]], rank: int) 
     return {name: array.astype(np.float32) for name, array in made.items()}
 
 
-def dense(adapter: local_sgd.Adapter, layer: str) -> np.ndarray:
+def dense(adapter: merging.Adapter, layer: str) -> np.ndarray:
     """What a layer adds to its weight, float64 [..., in, out], by mlx-lm's own formula."""
     a, b = (adapter[f"{layer}.lora_{side}"].astype(np.float64) for side in "ab")
     return SCALE * (a.swapaxes(-1, -2) @ b.swapaxes(-1, -2) if a.ndim == 3 else a @ b)
@@ -176,15 +176,15 @@ def worlds(draw: st.DrawFn) -> tuple[list[dict[str, np.ndarray]], np.ndarray]:
         for _ in range(draw(st.integers(1, 2)))
     ]
     pairs = draw(st.lists(st.integers(0, 1000), min_size=1, max_size=4))
-    return [adapter(rng, shapes, rank) for _ in pairs], local_sgd.example_weights(pairs)
+    return [adapter(rng, shapes, rank) for _ in pairs], merging.example_weights(pairs)
 
 
 @settings(max_examples=60)
 @given(worlds())
 def test_stack_is_the_weighted_mean_of_the_updates(world: Any) -> None:
     adapters, weights = world
-    merged = local_sgd.stack(adapters, weights)
-    for layer in local_sgd.low_rank_layers(merged):
+    merged = merging.stack(adapters, weights)
+    for layer in merging.low_rank_layers(merged):
         exact = mean_of(adapters, weights, layer)
         # A factor's weight, and its product with it, are float32: two roundings of every term.
         terms = sum_of_sizes(adapters, weights, layer)
@@ -196,7 +196,7 @@ def test_stack_is_the_weighted_mean_of_the_updates(world: Any) -> None:
         # The outputs, as a user sees them: x W + scale (x A) B.
         x = np.random.default_rng(0).normal(size=(3, exact.shape[-2]))
         assert (np.abs(x @ dense(merged, layer) - x @ exact) <= roundoff(3) * (np.abs(x) @ terms)).all()
-    missed, exact_change = local_sgd.distance(merged, adapters[0], adapters, weights)
+    missed, exact_change = merging.distance(merged, adapters[0], adapters, weights)
     assert missed <= 1e-12 * max(exact_change, sum(float(np.square(a).sum()) for a in adapters[0].values()))
 
 
@@ -204,8 +204,8 @@ def test_stack_is_the_weighted_mean_of_the_updates(world: Any) -> None:
 @given(worlds())
 def test_svd_is_as_near_as_numpys_at_the_same_rank(world: Any) -> None:
     adapters, weights = world
-    merged = local_sgd.svd(adapters, weights)
-    for layer in local_sgd.low_rank_layers(merged):
+    merged = merging.svd(adapters, weights)
+    for layer in merging.low_rank_layers(merged):
         a, b = merged[f"{layer}.lora_a"], merged[f"{layer}.lora_b"]
         assert a.shape == adapters[0][f"{layer}.lora_a"].shape and b.shape == adapters[0][f"{layer}.lora_b"].shape
         exact = mean_of(adapters, weights, layer)
@@ -219,7 +219,7 @@ def test_svd_is_as_near_as_numpys_at_the_same_rank(world: Any) -> None:
 def test_svd_of_one_adapter_or_of_equal_ones_is_the_same_product_in_orthogonal_columns() -> None:
     one = adapter(np.random.default_rng(1), [(12, 9)], 3)
     for adapters in ([one], [one, one]):
-        merged = local_sgd.svd(adapters, local_sgd.example_weights([5] * len(adapters)))
+        merged = merging.svd(adapters, merging.example_weights([5] * len(adapters)))
         np.testing.assert_allclose(dense(merged, "layers.0"), dense(one, "layers.0"), rtol=1e-4, atol=1e-5)
         a = merged["layers.0.lora_a"].astype(np.float64)
         gram = a.T @ a
@@ -236,7 +236,7 @@ def test_svd_turns_its_factors_to_where_the_ranks_were() -> None:
     for _ in range(2):
         moved = {name: a + 0.001 * rng.normal(size=a.shape).astype(np.float32) for name, a in start.items()}
         ranks.append(moved)
-    merged = local_sgd.svd(ranks, np.array([0.5, 0.5]))
+    merged = merging.svd(ranks, np.array([0.5, 0.5]))
     assert np.linalg.norm(merged["layers.0.lora_a"] - start["layers.0.lora_a"]) < 0.1
     assert np.linalg.norm(merged["layers.0.lora_b"] - start["layers.0.lora_b"]) < 0.1 * np.linalg.norm(
         start["layers.0.lora_b"]
@@ -248,9 +248,9 @@ def test_svd_turns_its_factors_to_where_the_ranks_were() -> None:
 def test_distance_is_what_dense_matrices_say(world: Any) -> None:
     adapters, weights = world
     start = {name: np.float32(0.5) * array for name, array in adapters[0].items()}
-    merged = local_sgd.average(adapters, weights)
-    missed, exact = local_sgd.distance(merged, start, adapters, weights)
-    layers = local_sgd.low_rank_layers(start)
+    merged = merging.average(adapters, weights)
+    missed, exact = merging.distance(merged, start, adapters, weights)
+    layers = merging.low_rank_layers(start)
     dense_exact = sum(np.square(mean_of(adapters, weights, la) - dense(start, la)).sum() for la in layers)
     dense_missed = sum(np.square(mean_of(adapters, weights, la) - dense(merged, la)).sum() for la in layers)
     plain = sum(w * one["norm.weight"].astype(np.float64) for w, one in zip(weights, adapters, strict=True))
@@ -269,21 +269,21 @@ def test_outer_follows_nesterov() -> None:
     weights, momentum = start, {}
     expected, buffer = start["w"].astype(np.float64), 0.0
     for change in changes:
-        weights, momentum = local_sgd.outer(weights, change, momentum, 0.7, 0.9)
+        weights, momentum = merging.outer(weights, change, momentum, 0.7, 0.9)
         gradient = -change["w"].astype(np.float64)
         buffer = 0.9 * buffer + gradient
         expected = expected - 0.7 * (gradient + 0.9 * buffer)
     np.testing.assert_allclose(weights["w"], expected, rtol=1e-5, atol=1e-6)
-    plain, _ = local_sgd.outer(start, changes[0], {}, 1.0, 0.0)
+    plain, _ = merging.outer(start, changes[0], {}, 1.0, 0.0)
     np.testing.assert_allclose(plain["w"], start["w"] + changes[0]["w"], rtol=1e-6)
 
 
 def test_fednova_counts_a_change_by_the_step() -> None:
     # Equal steps: the parts of the examples. Unequal: a rank's steps weigh by its examples, whatever their number.
-    np.testing.assert_allclose(local_sgd.normalised_weights([30, 10], [5, 5]), [0.75, 0.25])
-    factors = local_sgd.normalised_weights([10, 10], [8, 2])
+    np.testing.assert_allclose(merging.normalised_weights([30, 10], [5, 5]), [0.75, 0.25])
+    factors = merging.normalised_weights([10, 10], [8, 2])
     np.testing.assert_allclose(factors, [0.5 * 5 / 8, 0.5 * 5 / 2])
     # Every step moved by the same vector: the mean moves by the mean number of them.
     assert factors @ np.array([8.0, 2.0]) == pytest.approx(5.0)
-    np.testing.assert_allclose(local_sgd.normalised_weights([7, 0], [3, 0]), [1.0, 0.0])
-    assert local_sgd.normalised_weights([0, 0], [0, 0]).tolist() == [0, 0]
+    np.testing.assert_allclose(merging.normalised_weights([7, 0], [3, 0]), [1.0, 0.0])
+    assert merging.normalised_weights([0, 0], [0, 0]).tolist() == [0, 0]

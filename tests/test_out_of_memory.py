@@ -14,7 +14,7 @@ import pytest
 
 from lib.config.settings import PlanSettings
 from lib.distributed.world import World
-from lib.model import checkpointing
+from lib.model import gradient_checkpointing
 from lib.plan.plan import ClusterPlan, plan_cluster
 from lib.plan.replan import Schedule
 from lib.system import out_of_memory
@@ -259,9 +259,11 @@ def test_down_to_one_pair_then_checkpointing_then_a_clear_end(
 ) -> None:
     _, words = free
     recomputed: list[Any] = []
-    checkpoint_blocks = checkpointing.checkpoint_blocks
+    checkpoint_blocks = gradient_checkpointing.checkpoint_blocks
     monkeypatch.setattr(
-        checkpointing, "checkpoint_blocks", lambda model: (checkpoint_blocks(model), recomputed.extend(model.layers))
+        gradient_checkpointing,
+        "checkpoint_blocks",
+        lambda model: (checkpoint_blocks(model), recomputed.extend(model.layers)),
     )
     monkeypatch.setattr(mx, "get_peak_memory", lambda: 3 * 10**9)  # planned to fit, and whatever is tried does not
     words = [*words, f"plan.calibration_dir={tmp_path}", f"run.dir={tmp_path}/runs", "plan.memory_limit_gb=1"]

@@ -19,7 +19,7 @@ from lib.data.batch import MicroBatch, collate
 from lib.distributed.links import Links
 from lib.distributed.world import World
 from lib.evaluate import command, score_file
-from lib.model import checkpointing, pipeline_stage, stream_trial
+from lib.model import gradient_checkpointing, pipeline_stage, stream_trial
 from lib.model.layout import layout_of
 from lib.system.out_of_memory import Limit
 from lib.system.terminal import Terminal
@@ -91,7 +91,7 @@ def assert_equals_whole(
     whole, model = build(path, **changes), build(path, **changes)
     together = cut(world, model, cuts)
     if checkpointed:
-        checkpointing.checkpoint_blocks(model)
+        gradient_checkpointing.checkpoint_blocks(model)
     made = batches(1 if train.loss == "sft" else 2)
     assert stream_trial.cannot_share_prompts(whole) is stream_trial.cannot_share_prompts(model) is None
 

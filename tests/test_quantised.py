@@ -14,7 +14,7 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from lib.config.settings import ModelSettings
 from lib.data.batch import collate
-from lib.model import adapters, logps, lora, quantised, stream_trial, token_stream
+from lib.model import adapters, logps, lora_layers, quantised, stream_trial, token_stream
 from lib.model import load as load_module
 from tests.rounding import roundoff
 from tests.test_forward import draw
@@ -156,7 +156,7 @@ def test_dora_is_the_same_and_keeps_no_weights(tmp_path: Path, choose: Callable[
     model = load_module.load(settings, 0)
     adapters.make_trainable(model, settings, 0)
     layer = model.layers[0].mlp.down_proj
-    assert type(layer) is lora.DoRA
+    assert type(layer) is lora_layers.DoRA
     layer.lora_b = 0.1 * mx.random.normal(layer.lora_b.shape)
     layer.linear.bias = mx.random.normal((64,))
     layer.linear.freeze()
@@ -170,7 +170,7 @@ def test_dora_is_the_same_and_keeps_no_weights(tmp_path: Path, choose: Callable[
             return mx.sin(kind.__call__(layer, x)).sum()
 
         given = layer.trainable_parameters()
-        ours, theirs = (dict(tree_flatten(mx.grad(loss)(given, kind))) for kind in (lora.DoRA, DoRALinear))
+        ours, theirs = (dict(tree_flatten(mx.grad(loss)(given, kind))) for kind in (lora_layers.DoRA, DoRALinear))
         layer.update(given)
         assert ours.keys() == theirs.keys() == {"m", "lora_a", "lora_b"}
         assert_near(*[[np.array(found[name]) for name in ours] for found in (ours, theirs)])
@@ -205,5 +205,5 @@ def test_dora_takes_its_width_from_the_packed_weights(bits: int) -> None:
     model = nn.Sequential(nn.QuantizedLinear(128, 64, False, 64, bits))
     quantised.use_fast_layers(model)
     model.layers[0] = DoRALinear.from_base(model.layers[0], 4)
-    lora.use_low_rank_linear(model)
+    lora_layers.use_low_rank_linear(model)
     assert model.layers[0].lora_a.shape == (128, 4) and model(mx.ones((2, 128))).shape == (2, 64)

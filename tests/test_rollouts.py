@@ -45,7 +45,7 @@ from lib.system.records import read_records
 from lib.training.checkpoint import MOMENTUM, common_at, fault_of, load_part
 from lib.training.checkpoint import part_of as rank_file
 from lib.training.loop import Learner
-from lib.training.update import learning_rate
+from lib.training.optimizers import learning_rate
 from tests import tiny
 from tests.test_data import CORPUS, byte_level
 from tests.tiny import read_jsonl as lines

@@ -20,9 +20,9 @@ from lib.data.dataset import Example
 from lib.distributed import world as world_module
 from lib.distributed.world import World
 from lib.model import adapter_files, stream_trial
-from lib.training.optimizers import make_optimizer
+from lib.training.optimizers import learning_rate, make_optimizer
 from lib.training.step import Step, StepRecord
-from lib.training.update import UpdateRule, learning_rate
+from lib.training.update import UpdateRule
 from tests import float64, rounding
 from tests.test_losses import OPTIONS, loss64
 from tests.tiny import LLAMA, model_folder, moved, pairs

@@ -15,8 +15,8 @@ from lib.config.settings import ModelSettings
 from lib.errors import UserError
 from lib.model import adapter_files, peft_adapters
 from lib.model.adapter_files import AdapterLayer, layer_of, matches, trained_blocks
-from lib.model.checkpointing import checkpoint_blocks, order_backward
-from lib.model.lora import use_low_rank_linear
+from lib.model.gradient_checkpointing import checkpoint_blocks, order_backward
+from lib.model.lora_layers import use_low_rank_linear
 from lib.model.patches import use_lean_swiglu
 from lib.model.quantised import use_fast_layers
 from lib.system.model_folder import ADAPTER_CONFIG, PEFT_WEIGHTS

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from lib.model.checkpointing import checkpointed_chunks
+from lib.model.gradient_checkpointing import checkpointed_chunks
 from lib.model.layout import VocabularyPart, backbone_of, layout_of, parameters_outside_blocks
 from lib.model.long_attention import after
 from lib.model.quantised import dequantised_once

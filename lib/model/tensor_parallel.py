@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 
 from lib.errors import UserError
 from lib.model.layout import PositionsPart, Ranks, VocabularyPart, layout_of
-from lib.model.lora import DoRA, TokenDropout
+from lib.model.lora_layers import DoRA, TokenDropout
 from lib.model.partition import Division, Part, bounds
 from lib.model.patches import with_methods
 

@@ -23,7 +23,7 @@ from lib.data.tokenize import Encoder
 from lib.data.tokenizer import Tokenizer, Vocabulary
 from lib.distributed.world import World
 from lib.errors import UserError
-from lib.model import adapters, checkpointing, load
+from lib.model import adapters, gradient_checkpointing, load
 from lib.model.load import compute_type
 from lib.system.model_folder import end_ids, resolve
 from lib.training.unpaired_losses import needs_mismatched
@@ -100,7 +100,7 @@ def load_policy(settings: ModelSettings, seed: int, lazy: bool, recomputes: bool
     model = load.load(settings, seed, lazy)
     adapters.make_trainable(model, settings, seed)
     if recomputes:
-        checkpointing.checkpoint_blocks(model)
+        gradient_checkpointing.checkpoint_blocks(model)
     return model
 
 

@@ -17,19 +17,19 @@ from lib.data.order import Position, advance, assign_micro_batches, epoch_order,
 from lib.distributed import heartbeat
 from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped, UserError
-from lib.model import checkpointing
+from lib.model import gradient_checkpointing
 from lib.system import network, out_of_memory
 from lib.system.out_of_memory import MicroBatchLimit, OutOfMemory
 from lib.training import checkpoint
 from lib.training.divided_world import InStages, is_compiled
 from lib.training.kernels import trace_cost
 from lib.training.losses import Metrics
+from lib.training.optimizers import learning_rate
 from lib.training.pipelined_step import PipelinedStep, StagePace
 from lib.training.run import PREFETCHED, TrainingRun
 from lib.training.run_end import early_end, take_best
 from lib.training.run_facts import memory_limit
 from lib.training.step import Step, StepRecord
-from lib.training.update import learning_rate
 
 # ---- The batches of a run --------------------------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class Learner:
         run, train, sync = self.run, self.run.config.train, self.run.config.sync
         if turns_on_checkpointing:
             self.recomputes = True
-            checkpointing.checkpoint_blocks(run.model)
+            gradient_checkpointing.checkpoint_blocks(run.model)
         limit = memory_limit(run.config.plan, run.hosts, run.world)
         world = run.world.workers if run.local_sgd is None else run.world.alone()
         self.step: Step

@@ -1,8 +1,9 @@
-"""The optimizers: MLX's by name, and AdamW whose moments take 8 bits a number between steps."""
+"""The optimizers: MLX's by name, AdamW whose moments take 8 bits a number between steps, and the learning rate."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -99,6 +100,20 @@ class AdamW8bit(optim.AdamW):
             state[name], state[f"{name}_largest"] = codes.encode(wide[name])
         self.earlier = [new, *state.values()]
         return new
+
+
+def learning_rate(train: TrainSettings, step: float, steps: int) -> float:
+    """The rate of the step-th of `steps` updates, from 0: a linear rise, then the schedule's fall to the last update.
+    For another batch than the one that it was chosen for it grows linearly (arXiv:1706.02677, section 2.1) or with the
+    square root (arXiv:1404.5997, section 5), by train.learning_rate_scaling."""
+    ratio = train.global_batch_size / (train.learning_rate_batch_size or train.global_batch_size)
+    scale = ratio ** {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[train.learning_rate_scaling]
+    peak, final = scale * train.learning_rate, scale * train.final_learning_rate
+    if step < train.warmup_steps:
+        return peak * (step + 1) / (train.warmup_steps + 1)
+    progress = min(1.0, (step - train.warmup_steps) / max(1, steps - 1 - train.warmup_steps))
+    fall = {"constant": 0.0, "linear": progress, "cosine": (1 - math.cos(math.pi * progress)) / 2}[train.schedule]
+    return peak + (final - peak) * fall
 
 
 def make_optimizer(train: TrainSettings) -> optim.Optimizer:

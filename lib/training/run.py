@@ -27,7 +27,7 @@ from lib.distributed import heartbeat
 from lib.distributed.compression import Arrays
 from lib.distributed.world import World
 from lib.errors import AgreedError, UserError
-from lib.model import adapter_files, checkpointing, load
+from lib.model import adapter_files, gradient_checkpointing, load
 from lib.plan.plan import ClusterPlan
 from lib.plan.replan import Schedule
 from lib.system.hardware import gflops, provenance
@@ -37,11 +37,11 @@ from lib.training import checkpoint, divided_world, kernels, losses, reference_m
 from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, Snapshot
 from lib.training.divided_world import is_compiled
 from lib.training.inputs import Inputs
-from lib.training.local_sgd import LocalSGD, Merger
-from lib.training.optimizers import make_optimizer
+from lib.training.local_sgd import LocalSGD
+from lib.training.merging import Merger
+from lib.training.optimizers import learning_rate, make_optimizer
 from lib.training.reference_model import Layout
 from lib.training.step import StepReference
-from lib.training.update import learning_rate
 
 PREFETCHED = 2  # batches made ahead of the step
 Counting = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # shows a pass: its name and its rows
@@ -286,7 +286,7 @@ class TrainingRun:
         if not restores:
             self.say.line("hosts or settings are no longer those of the checkpoint: the work is divided anew")
         if self.schedule.at(step + 1).gradient_checkpointing and not self.plan.gradient_checkpointing:
-            checkpointing.checkpoint_blocks(self.model)
+            gradient_checkpointing.checkpoint_blocks(self.model)
         checkpoint.go_back(self.folder / "logs", progress, world, is_keeper)
         if is_keeper:
             checkpoint.prune(folder, self.config.checkpoint.keep, progress.best_step)
