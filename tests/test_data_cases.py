@@ -179,6 +179,8 @@ def test_rendered_answers_without_a_prompt_are_split_at_the_last_header(name: st
         parse({"chosen": texts[0], "rejected": "No."}, columns, "preference")
 
 
+CHATML_ONLY = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}<|im_end|>\n{% endfor %}"
+CHATML_ONLY += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CHATML = "<|im_start|>user\nShelf?<|im_end|>\n", "<|im_start|>assistant\n"
 
 
@@ -504,6 +506,11 @@ def test_two_calls_of_one_function_are_both_learnt_or_refused(tmp_path: Path) ->
     results = [{"role": "tool", "tool_call_id": c["id"], "name": "get_weather", "content": "rain"} for c in calls]
     turns = [USER, {"role": "assistant", "content": None, "tool_calls": calls}, *results, ANSWER]
     row, qwen3 = {"messages": turns, "tools": chat_rows.TOOLS}, "Qwen-Qwen3-0.6B"
+    adding = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    asked = [{"role": "user", "content": "Please add a = 1 and b = 2."}, turns[1] | {"tool_calls": [adding]}]
+    for messages in ([*asked, results[0], ANSWER], asked):  # one-word names that stand in the question as well
+        with pytest.raises(UserError, match=r"leaves out ('tool_calls' of|the call of 'add')"):
+            opened(tmp_path, [{"messages": messages}], "sft", wrapped("meta-llama-Llama-3.2-3B-Instruct", CHATML_ONLY))
     with pytest.raises(UserError, match="leaves out the arguments of the call of 'get_weather'"):
         opened(tmp_path, [row], "sft", wrapped("openai-gpt-oss-120b"), learn="assistant")
     text = "".join(f"<tool_call>\n{json.dumps(each)}\n</tool_call>\n" for each in city).rstrip()

@@ -233,12 +233,12 @@ class ChatTemplate:
         names = [lost(message, prompt, is_earlier=True) for message in chat.prompt]
         for answer, whole in zip(chat.completions, wholes, strict=True):
             names += [lost(message, whole.removeprefix(prompt)) for message in answer]
-            for index, message in enumerate(answer):
+            for index, message in enumerate(every := [*chat.prompt, *answer]):
                 fields = cast(JSON, message if message["role"] == "assistant" else {})
-                for name in [name for name in fields if name not in FIELDS]:
+                for name in [name for name in fields if name == "tool_calls" or name not in FIELDS]:
                     without = cast(Message, {key: item for key, item in fields.items() if key != name})
-                    messages = [*chat.prompt, *answer[:index], without, *answer[index + 1 :]]
-                    if fields[name] not in NOTHING and self.apply_or_none(chat, messages) == whole:
+                    others = [*every[:index], without, *every[index + 1 :]]
+                    if fields[name] not in NOTHING and self.apply_or_none(chat, others) == whole:
                         names.append(_field(name, "assistant"))
         return next((name for name in names if name is not None), None)
 
