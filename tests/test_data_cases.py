@@ -333,7 +333,8 @@ def test_media_stop_the_run(tmp_path: Path, name: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "ids, rewards", [([[8, 1], [9, 1]], [None, None]), ([[8, 1]], [1.0]), ([[8], [9]], [2.0, 2.0])]
+    "ids, rewards",
+    [([[8, 1], [9, 1]], [None, None]), ([[8, 1]], [1.0]), ([[8], [9]], [2.0, 2.0]), ([[8, 1]] * 2, [1.0, 0.0])],
 )
 def test_groups_of_which_nothing_can_be_learnt_say_so(tmp_path: Path, ids: Any, rewards: Any) -> None:
     path = write(tmp_path / "g.jsonl", [{"prompt_ids": [5], "completion_ids": ids, "rewards": rewards}] * 2)

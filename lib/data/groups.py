@@ -103,10 +103,10 @@ def load_groups(settings: DataSettings, limits: Vocabulary, tell: sources.Tell =
     sources.require_usable(name, skipped, len(skipped), len(groups), settings.skip_invalid)
     if len({group.logps is None for group in groups}) > 1:
         raise UserError(f"{name}: some groups have logps and some have none; give them to all, or to none")
-    if not any(len({*group.rewards} - {None}) > 1 for group in groups):
+    if not any(min(len({*group.rewards} - {None}), len({*map(tuple, group.completions)})) > 1 for group in groups):
         raise UserError(
-            f"{name}: nothing can be learnt of its {len(groups):,} groups: in each all rewards are equal, null, or one "
-            "alone; sample several completions of a prompt, and rewards that tell them apart"
+            f"{name}: nothing can be learnt of its {len(groups):,} groups: in each all rewards or completions are "
+            "equal, null, or one alone; sample several completions of a prompt, and rewards that tell them apart"
         )
     return groups_in_memory(name, groups, skipped)
 
