@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lib.training.unpaired_losses import needs_mismatched
-
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from lib import environment
@@ -57,6 +55,7 @@ from lib.training import (
 )
 from lib.training.optimizers import make_optimizer
 from lib.training.step import Step  # noqa: E402
+from lib.training.unpaired_losses import needs_mismatched  # noqa: E402
 
 Name = TypeVar("Name", int, "tuple[int, int]")  # of a run that is timed
 

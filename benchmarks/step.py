@@ -19,8 +19,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lib.model import stream_trial
-
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from lib.system import mpi_and_blas
@@ -35,7 +33,7 @@ from lib.config.settings import Config
 from lib.data.batch import Batch, collate
 from lib.data.dataset import Example
 from lib.distributed.world import World
-from lib.model import adapters, token_stream
+from lib.model import adapters, stream_trial, token_stream
 from lib.model import load as load_module
 from lib.system import hardware
 from lib.training.optimizers import make_optimizer
