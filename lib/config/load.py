@@ -202,7 +202,7 @@ def _parsed(text: str) -> tuple[Any, Any]:
 def _parse_value(key: str, text: str) -> Any:
     """A word's value as YAML reads it; of a string the text as it is, but for null, quotes, a mapping and a list."""
     annotation = setting_types()[key]
-    is_mapping = (text[0] == "{" or text[0] + text[-1] == "[]") and any(
+    is_mapping = re.match(r"\{|\[.*,.*\]$", text) and any(
         typing.get_origin(part) is dict for part in type_parts(annotation)
     )
     wants_text = accepts(annotation, str) and not is_mapping
