@@ -36,6 +36,13 @@ def pair(i: int) -> dict[str, str]:
 PAIRS = [pair(i) for i in range(40)]
 
 
+def written(folder: Path, files: dict[str, bytes]) -> Path:
+    for path, content in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+    return folder
+
+
 def json_lines(rows: list[Any]) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
@@ -111,16 +118,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self.answer(with_body=True)
-
-    def do_HEAD(self) -> None:
-        self.answer(with_body=False)
-
-    def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.answer(with_body=True)
-
-    def answer(self, with_body: bool) -> None:
         path = urllib.parse.unquote(urllib.parse.urlparse(self.path).path)
         name = next((name for name in REPOSITORIES if f"/ann/{name}" in path), "")
         files = REPOSITORIES[name][0] if name else {}
@@ -128,7 +126,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if "refs/convert/parquet" in path or CONVERTED_SHA in path:
             files, sha, name = CONVERTED, CONVERTED_SHA, name if name == "lines" else ""
         if not name:
-            self.send(404, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"}, with_body)
+            self.send(404, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"})
         elif "/resolve/" in path:
             content = files[path.partition(f"/resolve/{sha}/")[2]]
             headers = {
@@ -140,21 +138,23 @@ class Hub(http.server.BaseHTTPRequestHandler):
                 first, _, last = asked.removeprefix("bytes=").partition("-")
                 part = content[int(first) : int(last) + 1 if last else None]
                 headers["Content-Range"] = f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"
-                self.send(206, part, headers, with_body)
+                self.send(206, part, headers)
             else:
-                self.send(200, content, headers, with_body)
+                self.send(200, content, headers)
         elif "/tree/" in path or "/paths-info/" in path:
             tree = [{"type": "file", "oid": "0", "size": len(content), "path": file} for file, content in files.items()]
-            self.send(200, json.dumps(tree).encode(), {}, with_body)
+            self.send(200, json.dumps(tree).encode(), {})
         else:
-            self.send(200, json.dumps({"id": f"ann/{name}", "sha": sha, "siblings": []}).encode(), {}, with_body)
+            self.send(200, json.dumps({"id": f"ann/{name}", "sha": sha, "siblings": []}).encode(), {})
 
-    def send(self, status: int, content: bytes, headers: dict[str, str], with_body: bool) -> None:
+    do_HEAD = do_POST = do_GET
+
+    def send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
         for key, value in {"Content-Type": "application/json", "Content-Length": str(len(content)), **headers}.items():
             self.send_header(key, value)
         self.end_headers()
-        if with_body:
+        if self.command != "HEAD":
             self.wfile.write(content)
 
     def log_message(self, *_: Any) -> None:
@@ -170,6 +170,16 @@ def served() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
         thread.join()
+
+
+def python(code: str, address: str, folder: Path, *sources: str) -> list[Any]:
+    """The lines of JSON that a process writes which asks the hub at this address."""
+    known = {"HF_ENDPOINT": address, "HF_HOME": str(folder / "hf"), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    environment = {**os.environ, **known, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    command = [sys.executable, "-c", code, str(folder / "cache"), *sources]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 READ = """
@@ -193,12 +203,7 @@ def test_the_real_library_reads_every_layout_from_a_hub(tmp_path: Path) -> None:
     ]
     wrong = [f"hf://ann/{name}" for name, _ in WRONG]
     with served() as address:
-        known = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
-        environment = {**os.environ, **known, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-        command = [sys.executable, "-c", READ, str(tmp_path / "cache"), *[source for source, _ in asked], *wrong]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
+        answers = python(READ, address, tmp_path, *[source for source, _ in asked], *wrong)
     for (source, rows), answer in zip(asked, answers, strict=False):
         assert answer == rows, source
     for (name, words), answer in zip(WRONG, answers[len(asked) :], strict=True):
@@ -226,19 +231,9 @@ print(json.dumps([first, fetched, rows, order.tolist(), data.digest]))
 @pytest.mark.parametrize("name, is_local", [("ids", False), ("ids", True), ("lines", False)])
 def test_a_stream_from_a_hub_fetches_what_its_steps_need(tmp_path: Path, name: str, is_local: bool) -> None:
     """Ten row groups of four: the first batch needs one, beside the one whose rows are the sample."""
-    for path, content in REPOSITORIES["ids"][0].items():
-        (tmp_path / "ids" / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "ids" / path).write_bytes(content)
-    with served() as address:
-        known = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
-        environment = {**os.environ, **known, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-        source = f"hf://{tmp_path}/ids" if is_local else f"hf://ann/{name}"
-        command = [sys.executable, "-c", STREAM, str(tmp_path / "cache"), source]
-        answers = []
-        for _ in range(2):  # the second one finds the groups in the cache
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-            assert done.returncode == 0, done.stderr
-            answers.append(json.loads(done.stdout.splitlines()[-1]))
+    source = f"hf://{written(tmp_path / 'ids', REPOSITORIES['ids'][0])}" if is_local else f"hf://ann/{name}"
+    with served() as address:  # the second one finds the groups in the cache
+        answers = [python(STREAM, address, tmp_path, source)[-1] for _ in range(2)]
     first, fetched, rows, order, _ = answers[0]
     assert fetched <= 2 and first == rows[:4] and sorted(order) == list(range(40))
     assert rows == [IDS[row]["prompt_ids"] for row in order]
@@ -248,10 +243,7 @@ def test_a_stream_from_a_hub_fetches_what_its_steps_need(tmp_path: Path, name: s
 @pytest.mark.parametrize("name", REPOSITORIES)
 def test_a_local_folder_of_the_same_layout_gives_the_same_rows(name: str, tmp_path: Path) -> None:
     files, asked = REPOSITORIES[name]
-    for path, content in files.items():
-        file = tmp_path / name / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
+    written(tmp_path / name, files)
     cache = str(tmp_path / "cache")
     for options, rows in asked.items():
         found = sources.files_of(f"hf://{tmp_path}/{name}{options}", cache)
@@ -265,13 +257,12 @@ def test_a_local_folder_of_the_same_layout_gives_the_same_rows(name: str, tmp_pa
 
 def test_a_broken_line_of_a_hub_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_bytes(json_lines(PAIRS[:2]) + b"{broken\n")
-    cache = str(tmp_path / "cache")
-    with pytest.raises(UserError, match=r"train.jsonl:3: broken JSON"):
-        hub.fetch(f"hf://{tmp_path}?rows=9", cache, print)
-    with pytest.raises(UserError, match="sliter: a data set is hf://OWNER/NAME"):
-        hub.fetch("hf://x/y?sliter=7", cache, print)
-    with pytest.raises(UserError, match="there is no folder /no/where"):
-        hub.fetch("hf:///no/where", cache, print)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no file of it ends with .jsonl"):
-        hub.fetch(f"hf://{tmp_path}/empty", cache, print)
+    for source, why in (
+        (f"hf://{tmp_path}?rows=9", "train.jsonl:3: broken JSON"),
+        ("hf://x/y?sliter=7", "sliter: a data set is hf://OWNER/NAME"),
+        ("hf:///no/where", "there is no folder /no/where"),
+        (f"hf://{tmp_path}/empty", "no file of it ends with .jsonl"),
+    ):
+        with pytest.raises(UserError, match=why):
+            hub.fetch(source, str(tmp_path / "cache"), print)

@@ -33,6 +33,7 @@ from tests.tiny import ROOT
 if TYPE_CHECKING:
     import openai
 
+GREEDY: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "temperature": 0}
 LIMITS = ["serve.concurrency=4", "serve.max_requests_per_key=12"]
 LIMITS += ["serve.max_prompt_tokens=1000", "serve.max_tokens=5000"]
 
@@ -84,7 +85,7 @@ def send(server: Served, key: str, length: int, body: bytes) -> socket.socket:
 
 
 def test_the_openai_client_gets_chat_completions_streams_and_models(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "max_tokens": 30, "temperature": 0}
+    asked = GREEDY | {"max_tokens": 30}
     whole = client.chat.completions.create(**asked)
     assert whole.model == "tiny" and whole.usage.completion_tokens <= 30 and whole.usage.prompt_tokens == 14
     events = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
@@ -114,14 +115,12 @@ def test_it_is_the_runs_adapter_that_answers(client: openai.OpenAI, run: Path) -
         prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)
         return str(generate(model, tokenizer, prompt, max_tokens=12))
 
-    asked = client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=12, temperature=0)
+    asked = client.chat.completions.create(**GREEDY, max_tokens=12)
     assert asked.choices[0].message.content == answer(str(run)) != answer(None)
 
 
-def test_a_seed_gives_the_same_answer_whatever_else_is_answered(
-    client: openai.OpenAI, server: Served, key: str
-) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "temperature": 1.5, "max_tokens": 20, "seed": 7}
+def test_a_seed_gives_the_same_answer_whatever_else_is_answered(client: openai.OpenAI, server: Any, key: str) -> None:
+    asked = GREEDY | {"temperature": 1.5, "max_tokens": 20, "seed": 7}
     alone = client.chat.completions.create(**asked).choices[0].message.content
     with ThreadPoolExecutor() as pool:
         beside = pool.submit(load, server.address, 3, 6, key=key)
@@ -131,7 +130,7 @@ def test_a_seed_gives_the_same_answer_whatever_else_is_answered(
 
 
 def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "max_tokens": 30, "temperature": 0}
+    asked = GREEDY | {"max_tokens": 30}
     whole = client.chat.completions.create(**asked).choices[0].message.content
     stops = [whole[6:9], "never", "ever", "also", "these", "six"]
     cut = client.chat.completions.create(**asked, stop=stops).choices[0]
@@ -146,12 +145,11 @@ def test_a_client_labels_a_completion_and_the_row_trains(
 ) -> None:
     file = run / "feedback.jsonl"
     before = len(file.read_text().splitlines())
-    asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "temperature": 0}
     if stream:
-        events = list(client.chat.completions.create(**asked, stream=True))
+        events = list(client.chat.completions.create(**GREEDY, stream=True))
         id, text = events[0].id, "".join(event.choices[0].delta.content or "" for event in events)
     else:
-        whole = client.chat.completions.create(**asked)
+        whole = client.chat.completions.create(**GREEDY)
         id, text = whole.id, str(whole.choices[0].message.content)
 
     def label(body: dict[str, Any], key: str) -> int:
@@ -165,15 +163,13 @@ def test_a_client_labels_a_completion_and_the_row_trains(
     assert label({"id": id, "label": not stream}, key) == 409
     [row] = [json.loads(line) for line in file.read_text().splitlines()[before:]]
     assert (row["prompt"], row["completion"], row["label"]) == (QUESTION, text, stream)
-    model = settings.load(ROOT / "configs/quickstart-kto.yaml").model
-    data = settings.load(ROOT / "configs/quickstart-kto.yaml", [f"data.train={file}"]).data
-    assert (
-        len(load_dataset(str(file), data, "unpaired", load_tokenizer_of(model), vocabulary=vocabulary(model)))
-        == before + 1
-    )
+    config = settings.load(ROOT / "configs/quickstart-kto.yaml", [f"data.train={file}"])
+    model, data = config.model, config.data
+    trained = load_dataset(str(file), data, "unpaired", load_tokenizer_of(model), vocabulary=vocabulary(model))
+    assert len(trained) == before + 1
     plain = client.completions.create(model="tiny", prompt="Add 1", temperature=0)
     assert label({"id": plain.id, "label": True}, key) == 404, "training would put its prompt through the template"
-    cut = client.chat.completions.create(**asked, max_tokens=2, logit_bias=NEVER_ENDS)
+    cut = client.chat.completions.create(**GREEDY, max_tokens=2, logit_bias=NEVER_ENDS)
     assert label({"id": cut.id, "label": True}, key) == 404, "an answer that was cut would teach to stop there"
 
 
@@ -223,18 +219,23 @@ def test_a_client_that_leaves_ends_its_request(server: Served, key: str) -> None
 
 # ---- What is wrong
 
+
+def asking(content: Any, *more: dict[str, str]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}, *more]}
+
+
 WRONG: list[tuple[int, bytes | dict[str, Any], str]] = [
     (400, b"{", "not JSON"),
-    (400, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
-    (400, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "'assistant'"),
+    (400, asking([{"type": "image_url", "image_url": {}}]), "messages.0.content"),
+    (400, asking("a", {"role": "assistant", "content": "b"}), "'assistant'"),
     (404, {"model": "other"}, "'other' does not exist; this server has tiny"),
     (400, {"adapters": "/tmp"}, "adapters is not a parameter"),
     (400, {"logit_bias": {"99999": 1}}, "beyond the vocabulary of 283"),
     (400, {"temperature": "1"}, "temperature"),
     (400, {"max_tokens": 5001}, "at most 5000 are allowed"),
     (400, {"n": 2}, "n: input should be 1"),
-    (400, {"messages": [{"role": "user", "content": "1 " * 3000}]}, "at most 1000"),
-    (413, {"messages": [{"role": "user", "content": "x" * 1_000_001}]}, "the body has more than 1,000,000 bytes"),
+    (400, asking("1 " * 3000), "at most 1000"),
+    (413, asking("x" * 1_000_001), "the body has more than 1,000,000 bytes"),
 ]
 
 
@@ -327,9 +328,8 @@ def test_tool_calls_and_reasoning_are_told_apart_from_text() -> None:
     texts = ["<think>", "hm", "</think>", "Let me ", "<tool_call>", '{"name": "search", ', '"arguments": {"q": 1}}']
     texts += ["</tool_call>", ""]
     marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
-    tokenizer = TokenizerWrapper(
-        chat_models.tokenizer_of("Qwen-Qwen3-0.6B"), tool_parser=lambda text, tools: json.loads(text), **marks
-    )
+    qwen, parser = chat_models.tokenizer_of("Qwen-Qwen3-0.6B"), lambda text, tools: json.loads(text)
+    tokenizer = TokenizerWrapper(qwen, tool_parser=parser, **marks)
     whole = Piece()
     answer = AnswerText(Generation("a", [1, 2], 20, TextRequest(prompt="x"), lambda piece: None), tokenizer)
     for text in texts:

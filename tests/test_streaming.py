@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from lib.config import load
@@ -24,6 +20,7 @@ from lib.errors import UserError
 from tests import tiny
 from tests.test_data import CORPUS, byte_level
 from tests.tiny import difference, rows_of_epochs, steps_of
+from tests.tiny import write_jsonl as write
 
 TOKENIZER = byte_level(CORPUS)
 
@@ -39,27 +36,18 @@ def record(i: int) -> dict[str, str]:
 RECORDS = [record(i) for i in range(60)]
 
 
-def write(path: Path, records: list[Any]) -> Path:
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path, row_group_size=7)
-        return path
-    lines = (r if isinstance(r, bytes) else json.dumps(r).encode() for r in records)
-    content = b"".join(line + b"\n" for line in lines)
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-    return path
-
-
 def settings_of(folder: Path, train: Any, **changes: Any) -> DataSettings:
     source = train if isinstance(train, dict) else str(train)
     return DataSettings(train=source, **{"streaming": True, "cache_dir": str(folder / "cache"), **changes})
 
 
+def training(settings: DataSettings, kind: Any = "preference", told: list[str] | None = None) -> Any:
+    tell = ([] if told is None else told).append
+    return open_training(settings, kind, TOKENIZER, tell=tell, vocabulary=Vocabulary(1))
+
+
 def open_streamed(folder: Path, train: Any, told: list[str] | None = None, **changes: Any) -> StreamedDataset:
-    words = Vocabulary(1)
-    told = [] if told is None else told
-    data = open_training(
-        settings_of(folder, train, **changes), "preference", TOKENIZER, tell=told.append, vocabulary=words
-    )
+    data = training(settings_of(folder, train, **changes), told=told)
     assert isinstance(data, StreamedDataset)
     return data
 
@@ -70,13 +58,8 @@ def tokens_of(data: Any, row: int) -> list[list[int]]:
 
 
 def in_memory(folder: Path, train: Any, **changes: Any) -> Any:
-    return load_dataset(
-        train if isinstance(train, dict) else str(train),
-        settings_of(folder, train, **changes),
-        "preference",
-        TOKENIZER,
-        vocabulary=Vocabulary(1),
-    )
+    settings = settings_of(folder, train, **changes)
+    return load_dataset(settings.train, settings, "preference", TOKENIZER, vocabulary=Vocabulary(1))
 
 
 # ---- The same rows
@@ -141,7 +124,7 @@ def test_a_part_of_a_plain_text_is_taken_from_what_the_holdout_leaves(tmp_path: 
     """Both are decided by a hash of the whole text, which must not be the same number."""
     texts = write(tmp_path / "texts.jsonl", [{"text": f"The number {i} is a number."} for i in range(1000)])
     settings = settings_of(tmp_path, {str(texts): 0.1}, holdout=0.1, streaming=streaming)
-    data = open_training(settings, "sft", TOKENIZER, tell=print, vocabulary=Vocabulary(1))
+    data = training(settings, "sft")
     assert 60 < len(data) < 120, "a tenth of 900"
 
 
@@ -152,9 +135,8 @@ def test_a_holdout_stays_when_rows_are_added_and_keeps_prompts_together(tmp_path
     def sides(records: list[Any], name: str) -> tuple[set[str], set[str]]:
         path = write(tmp_path / name, records)
         settings = settings_of(tmp_path, path, holdout=0.3, streaming=streaming)
-        words = Vocabulary(1)
-        left = open_training(settings, "preference", TOKENIZER, tell=print, vocabulary=words)
-        held = open_held_out(settings, "preference", TOKENIZER, tell=print, vocabulary=words)
+        left = training(settings)
+        held = open_held_out(settings, "preference", TOKENIZER, tell=print, vocabulary=Vocabulary(1))
         assert held is not None and len(left) + len(held) == len(records)
         return tuple({TOKENIZER.decode(e.prompt_ids) for e in side.examples(range(len(side)))} for side in (left, held))  # type: ignore[return-value]
 
@@ -167,13 +149,11 @@ def test_a_holdout_stays_when_rows_are_added_and_keeps_prompts_together(tmp_path
 @pytest.mark.parametrize("streaming", [True, False])
 def test_duplicates_and_lengths_are_filtered_and_never_refused(tmp_path: Path, streaming: bool) -> None:
     path = write(tmp_path / "a.jsonl", [*RECORDS, *RECORDS[:10], {**RECORDS[3], "rejected": "other"}])
-    words = Vocabulary(1)
-    settings = settings_of(tmp_path, path, deduplicate=True, streaming=streaming)
-    assert len(open_training(settings, "preference", TOKENIZER, tell=print, vocabulary=words)) == 61
+    assert len(training(settings_of(tmp_path, path, deduplicate=True, streaming=streaming))) == 61
     lengths = in_memory(tmp_path, path, deduplicate=True).lengths + 1
     low, high = int(np.quantile(lengths, 0.2)), int(np.quantile(lengths, 0.7))
     settings = settings_of(tmp_path, path, deduplicate=True, streaming=streaming, shortest=low, longest=high)
-    data = open_training(settings, "preference", TOKENIZER, tell=print, vocabulary=words)
+    data = training(settings)
     found = data.examples(range(len(data)))
     assert len(found) == int(((lengths >= low) & (lengths <= high)).sum()) < 61
     assert all(low <= len(e.prompt_ids) + max(map(len, e.completions)) <= high for e in found)
@@ -188,31 +168,28 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
     whole = write(folder / "whole.jsonl.gz", [record(i) for i in range(4000)]).read_bytes()
     cut = folder / "cut.jsonl.gz"
     cut.write_bytes(whole[: len(whole) // 2])
-    columns = pyarrow.parquet.read_table(write(folder / "whole.parquet", RECORDS)).rename_columns(
-        ["ask", "chosen", "rejected"]
-    )
-    pyarrow.parquet.write_table(columns, folder / "other.parquet")
+    renamed = [{"ask" if name == "prompt" else name: text for name, text in r.items()} for r in RECORDS]
+    other = write(folder / "other.parquet", renamed)
     return {
         "the gzip stream is cut short": (cut, "[0-9]+"),
-        "no column 'prompt' (columns: ask, chosen, rejected)": (folder / "other.parquet", "1"),
+        "no column 'prompt' (columns: ask, chosen, rejected)": (other, "1"),
         "not valid UTF-8: byte 0xff": (write(folder / "utf.jsonl", [*RECORDS, b'{"prompt": "\xff"}']), "61"),
     }
 
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_bad_files_are_refused_in_one_line_or_counted_and_named(tmp_path: Path, streaming: bool) -> None:
-    words = Vocabulary(1)
     for why, (path, line) in bad_files(tmp_path).items():
         settings = settings_of(tmp_path, path, streaming=streaming)
         with pytest.raises(UserError, match=rf"^{path}:{line}: ") as error:
-            open_training(settings, "preference", TOKENIZER, tell=print, vocabulary=words)
+            training(settings)
         assert why in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 400
         settings = settings.model_copy(update={"skip_invalid": True})
         if path.suffix == ".parquet":
             with pytest.raises(UserError, match="no column 'prompt'.*none of its 60 records can be used"):
-                open_training(settings, "preference", TOKENIZER, tell=print, vocabulary=words)
+                training(settings)
             continue
-        data = open_training(settings, "preference", TOKENIZER, tell=print, vocabulary=words)
+        data = training(settings)
         assert data.skipped_count == len(data.skipped) == 1 and why in data.skipped[0]
         assert len(data.examples(range(len(data)))) == len(data) >= 60
 
@@ -272,21 +249,19 @@ def test_a_streamed_run_goes_on_exactly_without_the_rows_that_are_unusable(tmp_p
     words = streamed_words(tmp_path, rows=40)
     path = tmp_path / "train.jsonl"
     lines = path.read_text().splitlines()
-    lines[::10] = [
-        json.dumps({"prompt_ids": [3], "chosen_ids": [99], "rejected_ids": [4]})
-    ] * 4  # outside of the vocabulary
+    lines[::10] = ['{"prompt_ids": [3], "chosen_ids": [99], "rejected_ids": [4]}'] * 4  # outside of the vocabulary
     path.write_text("\n".join(lines))
     refused = tiny.train(tmp_path, [*words, "run.name=refused"], check=False)
     assert refused.returncode == 2 and "token id 99 is not below the vocabulary's size" in refused.stderr
     words += ["data.skip_invalid=true", "checkpoint.every=2", "train.schedule=constant"]
     tiny.train(tmp_path, [*words, "train.steps=10", "run.name=whole"])
     tiny.train(tmp_path, [*words, "train.steps=3", "run.name=halves"])
-    tiny.train(tmp_path, ["--resume", str(tmp_path / "runs" / "halves"), "train.steps=10"])
-    usable = [row for row in range(40) if row % 10]
-    for name in ("whole", "halves"):
-        epochs = rows_of_epochs(tmp_path / "runs" / name)
-        assert epochs[0] == epochs[1] == usable
-    assert difference(tmp_path / "runs" / "whole", tmp_path / "runs" / "halves") == 0
+    whole, halves = tmp_path / "runs/whole", tmp_path / "runs/halves"
+    tiny.train(tmp_path, ["--resume", str(halves), "train.steps=10"])
+    for run in (whole, halves):
+        epochs = rows_of_epochs(run)
+        assert epochs[0] == epochs[1] == [row for row in range(40) if row % 10]
+    assert difference(whole, halves) == 0
 
 
 def test_a_step_of_which_every_row_is_left_out_changes_nothing(tmp_path: Path) -> None:

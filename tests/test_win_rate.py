@@ -25,6 +25,7 @@ from lib.evaluate.score_file import StoredModel
 from lib.system.terminal import Terminal
 from tests import served
 from tests.tiny import ROOT
+from tests.tiny import read_jsonl as lines_of
 
 MODEL = ROOT / "configs/quickstart/model"
 PROMPTS = 12
@@ -141,20 +142,16 @@ def test_a_model_behind_a_server_is_a_judge(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
 
     def longer(body: dict[str, Any]) -> tuple[int, str]:
-        first, second = (
-            body["messages"][0]["content"].split(f"<answer_{name}>\n")[1].split("\n</")[0] for name in "AB"
-        )
+        text = body["messages"][0]["content"]
+        first, second = (text.split(f"<answer_{name}>\n")[1].split("\n</")[0] for name in "AB")
         return 200, f"[[A]] or [[B]]? [[{'C' if len(first) == len(second) else 'AB'[len(second) > len(first)]}]]"
 
     with server(longer) as (address, bodies):
-        assert compared(address, ("long one", "short"), ("a {second}", "b {prompt} c"), ("x", "y")) == [
-            [1.0, 0.0],
-            [0.0, 1.0],
-            [0.5, 0.5],
-        ]
-    assert {(body["path"], body["model"], body["temperature"], body["key"]) for body in bodies} == {
-        ("/v1/chat/completions", "m", 0, "Bearer secret")
-    }
+        scores = compared(address, ("long one", "short"), ("a {second}", "b {prompt} c"), ("x", "y"))
+    assert scores == [[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]]
+    for body in bodies:
+        asked_for = [body[key] for key in ("path", "model", "temperature", "key")]
+        assert asked_for == ["/v1/chat/completions", "m", 0, "Bearer secret"]
     with server(lambda body: (200, "I cannot say")) as (address, _):
         assert all(math.isnan(score) for score in compared(address, ("a", "b"))[0])
 
@@ -168,11 +165,9 @@ def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_reported(m
         with pytest.raises(UserError, match="status 401: .*wrong key"):
             compared(address, ("a", "b"))
         assert len(bodies) == 1
-    with (
-        server(lambda body: (200, {"choices": []})) as (address, _),
-        pytest.raises(UserError, match=r"no chat completion, but '{.choices.: \[\]}'"),
-    ):
-        compared(address, ("a", "b"))
+    with server(lambda body: (200, {"choices": []})) as (address, _):  # noqa: SIM117
+        with pytest.raises(UserError, match=r"no chat completion, but '{.choices.: \[\]}'"):
+            compared(address, ("a", "b"))
     with pytest.raises(UserError, match=r"tried 4 times"):
         compared(address, ("a", "b"))  # nobody listens there any more
 
@@ -212,10 +207,6 @@ def words(folder: Path, out: Path, against: str, *more: str) -> list[str]:
     return [*data, "--against", against, "--out", str(out), *WORDS, *more]
 
 
-def lines_of(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in out.read_text().splitlines()]
-
-
 @pytest.mark.long
 def test_a_run_against_its_base_by_the_numbers_in_its_answers(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -240,16 +231,14 @@ def test_a_run_against_its_base_by_the_numbers_in_its_answers(
 def test_two_ranks_give_the_lines_of_one(world: World, tmp_path: Path) -> None:
     folder = Path(world.broadcast_text(str(tmp_path)))
     evaluation = {"judge": "number", "batch_size": 4, "max_tokens": 12}
-    own = Config.model_validate(
-        {"model": {"path": str(MODEL)}, "data": {"train": "-", "cache_dir": str(folder)}, "evaluate": evaluation}
-    )
+    data = {"train": "-", "cache_dir": str(folder)}
+    own = Config.model_validate({"model": {"path": str(MODEL)}, "data": data, "evaluate": evaluation})
     other = own.model_copy(update={"model": own.model.model_copy(update={"random_init": True})})
     if world.rank == 0:
         questions(folder)
     world.gather_text("written")
-    records = score_file.evaluation_records(
-        str(folder / "questions.jsonl"), own, "prompt", Terminal(silent=world.rank != 0)
-    )
+    silent = Terminal(silent=world.rank != 0)
+    records = score_file.evaluation_records(str(folder / "questions.jsonl"), own, "prompt", silent)
     first, second = (StoredModel(each, None) for each in (own, other))
     if world.rank == 0:
         alone = win_rate.compare(first, second, records, folder / "one.jsonl", world.alone())
