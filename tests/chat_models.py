@@ -1,7 +1,5 @@
 """Small tokenizers with the chat templates and special tokens of real models (tests/templates/README.md)."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """Kinds of chats, and what another trainer makes of them against ours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lib.config.settings import DataSettings

@@ -9,8 +9,6 @@ does, and that one ends when this process does, however it does. What the hosts 
 system: the interpreter and the project are at the same place everywhere, as on machines that were set up alike.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """pytest by itself, or on every rank of `mpirun -n N pytest`, where the tests marked `mpi` run on all."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os
@@ -130,7 +128,7 @@ def three_hosts() -> Iterator[list[Host]]:
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
+def world() -> "World":
     """The ranks that run this test: one, or those of `mpirun -n N pytest`."""
     from lib.distributed.world import start
 
@@ -138,6 +136,6 @@ def world() -> World:
 
 
 @pytest.fixture
-def folder(world: World, tmp_path: Path) -> Path:
+def folder(world: "World", tmp_path: Path) -> Path:
     """One folder for all ranks."""
     return Path(world.broadcast_text(str(tmp_path)))

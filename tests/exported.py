@@ -1,7 +1,5 @@
 """Tiny models of many families, and runs that have trained them: weights by numpy's RandomState, the same for ever."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A tiny configuration for every text model of the installed mlx-lm, from the fields of its ModelArgs."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.resources

@@ -1,7 +1,5 @@
 """An independent reference in float64 and plain numpy: a Llama, log-probabilities one token at a time, and derivatives by differences."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

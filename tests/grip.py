@@ -1,7 +1,5 @@
 """What a module of another project holds: its attributes and those of its classes, by identity."""
 
-from __future__ import annotations
-
 import importlib
 import types
 from typing import Any

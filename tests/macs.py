@@ -4,8 +4,6 @@ Nothing here was recorded on a Mac of ours: the forms are those that other peopl
 timmo001/system-bridge#3408 and exelban/stats#394, `spdisplays_asleep` as many tools read it).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

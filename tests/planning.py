@@ -1,7 +1,5 @@
 """Invented hosts and facts, for the tests of plans."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

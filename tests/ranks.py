@@ -1,7 +1,5 @@
 """Trainings on the ranks of `mpirun -n N pytest`, each of which runs these lines."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -7,8 +7,6 @@ hardly at all where it is not. The changes are drawn at random, the largest move
 random signs and so reach about 1/sqrt(n) of it: docs/testing.md has measured parts.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

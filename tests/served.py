@@ -1,7 +1,5 @@
 """A run that can be served, its server in a process of its own, and load on it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil
@@ -13,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tests.tiny import ROOT
 
@@ -75,7 +73,7 @@ class Served:
         """The records of a kind, with these values."""
         return [record for record in list(self.records) if record["kind"] == kind and fields.items() <= record.items()]
 
-    def until_up(self) -> Served:
+    def until_up(self) -> Self:
         self.wait(lambda: self.of("up"))
         return self
 

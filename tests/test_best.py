@@ -1,7 +1,5 @@
 """Which weights a run ends with: the best, the last, or those at which the held-out loss fell no more."""
 
-from __future__ import annotations
-
 import errno
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Files scored and answered by ranks at their own pace: every row once, in order, the same whoever did it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

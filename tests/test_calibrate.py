@@ -1,7 +1,5 @@
 """benchmarks/calibrate.py: with an invented probe, and once for real."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Chat templates of real models: our token ids against TRL's, whole conversations, thinking, ends of turns."""
 
-from __future__ import annotations
-
 import datetime
 import gzip
 import json

@@ -1,7 +1,5 @@
 """The cluster of namespaces that launching is tested on: hosts of their own, and nothing left of them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Authenticated connections: who is let in, what travels, and that every wait ends."""
 
-from __future__ import annotations
-
 import queue
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Records, tokens, truncation, batches: on real tokenizers built here, on bad input, and on real data."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What users of other trainers reported, on our data: the right value, or a refusal that names the way on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

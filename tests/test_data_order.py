@@ -1,7 +1,5 @@
 """The seeded order: every row exactly once an epoch, whatever the shares, and from (epoch, cursor) alone."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

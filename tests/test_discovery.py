@@ -1,7 +1,5 @@
 """./launch --emit hostfile: who is found, who answers, and the file that comes of it."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

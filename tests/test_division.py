@@ -1,7 +1,5 @@
 """What a model weighs and how it is divided, by hand and by exhaustive search; tests/test_shard.py has the ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

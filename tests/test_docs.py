@@ -6,8 +6,6 @@ them, and nothing starts.
 Indented lines that begin with one of our programs are read in the same way.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Programs started by an interpreter that lacks what they need: they go on in .venv, or say in one line what to do."""
 
-from __future__ import annotations
-
 import ast
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Ranks together are one rank, whatever divides the work: replicas of unequal shares, divided heads, stages of uneven depth."""
 
-from __future__ import annotations
-
 import gc
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Exports: each form holds the run's model, chat template and end of turn; what cannot be written is refused in a line."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

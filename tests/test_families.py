@@ -1,7 +1,5 @@
 """Every text model of mlx-lm, tiny: what docs/families.md says of it, and a step of it equal to whole rows; or why not."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

@@ -3,8 +3,6 @@
 Every record here was written for these tests, in the columns and the nesting of the data set that its test names.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

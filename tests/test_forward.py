@@ -1,7 +1,5 @@
 """A stream of tokens, the head in pieces and its gradient made ahead: each equal to the plain formula."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

@@ -1,7 +1,5 @@
 """Reports of ranks: the launcher's watcher tells dead, stopped and hanging ranks from working ones."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

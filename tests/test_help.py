@@ -1,7 +1,5 @@
 """The examples of every --help, as printed: they fit the quickstart, name options that exist, and pass a shell unharmed."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

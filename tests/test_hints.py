@@ -1,7 +1,5 @@
 """Names from other trainers are refused with ours in the same line."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Host files: every form gives the same hosts, and whatever is wrong gives one clear line and runs nothing."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

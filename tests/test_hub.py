@@ -1,7 +1,5 @@
 """hf://...: which files are a split, and the real huggingface_hub library against a stand-in of the hub's interface."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import hashlib

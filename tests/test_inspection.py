@@ -1,7 +1,5 @@
 """python -m lib.data --inspect: what it counts, on a file whose every fault was put there."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

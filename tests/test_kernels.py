@@ -1,7 +1,5 @@
 """CUDA's kernels, compiled ahead: what the parts of a step have in common with the whole."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """./launch: what it reads, what it starts, how a rank's end shows, and going on after a fault. Ranks here are real ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Faults of ranks and hosts under ./launch, over real ssh between hosts in network namespaces."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

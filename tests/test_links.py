@@ -1,7 +1,5 @@
 """Messages between ranks arrive whatever MLX's backend can do: both ways at once, one at a time, or only together."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,6 @@
 The package itself is not installed for tests: it takes 0.7 GB.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

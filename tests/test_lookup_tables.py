@@ -1,7 +1,5 @@
 """No index leaves a model's tables: of learned positions, of tokens; in training, evaluation and generation alike."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

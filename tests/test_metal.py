@@ -1,7 +1,5 @@
 """A Mac's GPU, imitated: lit displays, the watchdog's variable, wired memory."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

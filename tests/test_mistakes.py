@@ -4,8 +4,6 @@ Most run in this process, by the same `main` that the command line calls; a few 
 the mistake is the launcher's, the disk's or a port's to notice.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import io

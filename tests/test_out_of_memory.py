@@ -1,7 +1,5 @@
 """Running out of memory: the step is taken again in smaller micro-batches, and the host remembers."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Iterator

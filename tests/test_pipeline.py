@@ -1,7 +1,5 @@
 """A model in stages is the whole model: outputs, gradients, files and memory, on real ranks."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Preflight and doctor: each fault is a finding with a command that fixes it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Plans made again from measured times, identical on all ranks, kept through a resume. Times are invented."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

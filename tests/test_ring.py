@@ -1,7 +1,5 @@
 """MLX's ring as shipped: its ranks start in any order, and a lost one ends the others."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """Rounds: the same answers whoever draws them, the same end wherever a run stopped, a gate that undoes what loses."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Rounds on two real ranks: they draw what one draws, whatever their shares, and whoever holds the model's blocks."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The ground under MLX: the BLAS it computes with, the MPI it opens, and what the launcher told it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

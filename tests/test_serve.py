@@ -1,7 +1,5 @@
 """The server as its clients know it: a real process, the real openai client, wrong requests, clients that leave."""
 
-from __future__ import annotations
-
 import json
 import queue
 import signal
@@ -14,8 +12,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import openai
 import pytest
 
 from lib.config import load as settings
@@ -29,9 +28,6 @@ from lib.serve.requests import ChatRequest, RequestError, TextRequest, parse
 from tests import chat_models, exported
 from tests.served import NEVER_ENDS, QUESTION, Served, finished_run, load, served
 from tests.tiny import ROOT
-
-if TYPE_CHECKING:
-    import openai
 
 GREEDY: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "temperature": 0}
 LIMITS = ["serve.concurrency=4", "serve.max_requests_per_key=12"]
@@ -57,8 +53,6 @@ def server(run: Path, key: str) -> Iterator[Served]:
 
 @pytest.fixture
 def client(server: Served, key: str) -> openai.OpenAI:
-    import openai
-
     return openai.OpenAI(base_url=f"{server.address}/v1", api_key=key, max_retries=0, timeout=60)
 
 

@@ -1,7 +1,5 @@
 """Few shapes for a whole run: every micro-batch fits, little is padded, and padding changes nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import mlx.core as mx

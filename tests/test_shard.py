@@ -1,7 +1,5 @@
 """A model in unequal parts is the whole model: outputs, gradients, files and memory, on real ranks."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -1,7 +1,5 @@
 """The Slurm script that `./launch --emit slurm` prints, run by a real Slurm on two hosts made of namespaces."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

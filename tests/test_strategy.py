@@ -1,7 +1,5 @@
 """Plans on real ranks: independent ranks agree on their merges, plans made again resume bit for bit, hosts plan as one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Data that is never in memory as a whole: the same rows as in memory, each once, whatever happens to files and ranks."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

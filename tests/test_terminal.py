@@ -1,7 +1,5 @@
 """What is printed: it fits a terminal, it is plain in a file, and what was warned of is recorded."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

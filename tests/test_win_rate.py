@@ -1,7 +1,5 @@
 """Two models answer the same prompts, and a judge compares: verdicts, both orders, intervals, and what a crash leaves."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

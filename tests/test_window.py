@@ -1,7 +1,5 @@
 """Sliding windows: each token attends to the last few alone, in training, scoring and answers; memory linear in the length."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The work queue: each item is in the output once, whatever ranks are killed, stopped or slow."""
 
-from __future__ import annotations
-
 import json
 import resource
 import threading

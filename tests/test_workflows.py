@@ -1,7 +1,5 @@
 """The workflows for GitHub's runners, as far as they can be judged without them: form, pinned actions, real targets."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Models and data small enough for a test, made from a seed."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import gzip
