@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import importlib.resources
 import json
-import pkgutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -72,13 +71,10 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4}
 GEMMA4 = {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "num_kv_shared_layers": 2}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_proj_bias": False, "mamba_conv_bias": True}
 LFM2 = {"num_hidden_layers": 4, "layer_types": ["conv", FULL] * 2, "block_ffn_dim_multiplier": 1.0}
-LONGCAT = {
-    "attention_method": "MLA",
-    "zero_expert_type": "identity",
-    "mla_scale_q_lora": True,
-    "mla_scale_kv_lora": True,
-}
-QWEN = {"num_hidden_layers": 4}
+LONGCAT = {"attention_method": "MLA", "zero_expert_type": "identity"}
+LONGCAT |= {"mla_scale_q_lora": True, "mla_scale_kv_lora": True}
+FOUR = {"num_hidden_layers": 4}
+SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 # What a family's configuration has beside, or instead of, the values above.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "Klear": {"mlp_only_layers": [0]},
@@ -89,17 +85,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bailing_moe_linear": {"num_hidden_layers": 4, "num_key_value_heads": 4},
     "bailing_moe_v3": {"num_hidden_layers": 4, "architectures": ["BailingMoeV3ForCausalLM"]},
     "cohere2": {"num_hidden_layers": 4, "sliding_window_pattern": 2},
-    "dbrx": {
-        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
-    },
+    "dbrx": {"ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}}
+    | {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}},
     "deepseek_v2": {"rope_scaling": {**YARN, "type": "yarn"}, "topk_method": "greedy"},
-    "deepseek_v41": {
-        "num_hidden_layers": 4,
-        "compress_ratios": [0, 0, 4, 4],
-        "kv_source_layer_ids": [2],
-        "index_source_layer_ids": [2, 3],
-    },
+    "deepseek_v41": FOUR
+    | {"compress_ratios": [0, 0, 4, 4], "kv_source_layer_ids": [2], "index_source_layer_ids": [2, 3]},
     "dots1": {"scoring_func": "noaux_tc"},
     "exaone4": {"rope_scaling": None, "sliding_window_pattern": "LG"},
     "exaone_moe": {**ALTERNATING, "is_moe_layer": [False, True]},
@@ -107,38 +97,19 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gear": {"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, "conv_mixer"]},
     "gemma3_text": {"sliding_window_pattern": 2},
     "gemma3": {"sliding_window_pattern": 2},
-    "gemma3n": {
-        **ALTERNATING,
-        "num_hidden_layers": 4,
-        "layer_types": [SLIDING, FULL] * 2,
-        "num_kv_shared_layers": 2,
-        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
-        "altup_active_idx": 0,
-        "altup_correct_scale": True,
-    },
+    "gemma3n": {**GEMMA4, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]}
+    | {"altup_active_idx": 0, "altup_correct_scale": True},
     "gemma4": GEMMA4,
-    "gemma4_text": {
-        **ALTERNATING,
-        "enable_moe_block": True,
-        "num_kv_shared_layers": 0,
-        "hidden_size_per_layer_input": 0,
-    },
+    "gemma4_text": {**ALTERNATING, "enable_moe_block": True, "num_kv_shared_layers": 0}
+    | {"hidden_size_per_layer_input": 0},
     "glm4": {"partial_rotary_factor": 0.5},
     "glm4_moe": {"rope_scaling": None, "partial_rotary_factor": 0.5},
-    "glm_moe_dsa": {
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
-    },
+    "glm_moe_dsa": {**SIGMOID, "rope_parameters": ROPE},
     "gpt_neox": {"rotary_pct": 0.5},
     "gpt_oss": {**ALTERNATING, "rope_scaling": YARN},
     "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention"] * 2, **MAMBA},
-    "hunyuan": {
-        "rope_scaling": {"alpha": 2.0, "type": "dynamic", "factor": 1.0},
-        "num_hidden_layers": 4,
-        "use_cla": True,
-        "use_mixed_mlp_moe": True,
-    },
+    "hunyuan": {**FOUR, "rope_scaling": {"alpha": 2.0, "type": "dynamic", "factor": 1.0}}
+    | {"use_cla": True, "use_mixed_mlp_moe": True},
     "jamba": {"num_hidden_layers": 4, "attn_layer_offset": 1, "expert_layer_period": 2},
     "kimi_k3": {**HYBRID, "linear_attn_config": KIMI, "attn_res_block_size": 2},
     "kimi_linear": {**HYBRID, "linear_attn_config": KIMI},
@@ -153,26 +124,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "longcat_flash_ngram": LONGCAT,
     "mamba2": {"num_heads": 8, "hidden_size": 32, "time_step_limit": [0.001, 100.0], "head_dim": 8},
     "mellum": {**ALTERNATING, "rope_parameters": {SLIDING: ROPE, FULL: ROPE}},
-    "mimo_v2_flash": {
-        "hybrid_layer_pattern": [1, 0],
-        "moe_layer_freq": [0, 1],
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "add_swa_attention_sink_bias": True,
-        "partial_rotary_factor": 0.5,
-    },
+    "mimo_v2_flash": {**SIGMOID, "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 1]}
+    | {"add_swa_attention_sink_bias": True, "partial_rotary_factor": 0.5},
     "minicpm3": {"rope_scaling": {"original_max_position_embeddings": 128, "short_factor": 1.0, "long_factor": 1.0}},
     "minimax_m3_vl": {"moe_layer_freq": [0, 1], "sparse_attention_freq": [0, 1], "index_topk_blocks": 2},
     "ministral3": {**ALTERNATING, "rope_parameters": LLAMA4},
     "mistral4": {"rope_parameters": LLAMA4},
     "muse_glimmer": {**ALTERNATING, "layer_rope_theta": [1e4, 0]},
-    "muse_spark": {
-        "num_shared_experts": 0,
-        **ALTERNATING,
-        "layer_rope_theta": [1e4, 0],
-        "rope_parameters": ROPE,
-        "moe_hidden_size": 16,
-    },
+    "muse_spark": {**ALTERNATING, "num_shared_experts": 0, "layer_rope_theta": [1e4, 0]}
+    | {"rope_parameters": ROPE, "moe_hidden_size": 16},
     "nemotron": {"hidden_act": "relu2"},
     "nemotron-nas": {"block_configs": [BLOCK, {"attention": {"no_op": True}, "ffn": {"replace_with_linear": True}}]},
     "nemotron_h": {"num_hidden_layers": 4, "hybrid_override_pattern": ["M", "-", "*", "E"], "mamba_num_heads": 4},
@@ -184,11 +144,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "phi3small": {"vocab_size": 100_352},
     "plamo2": {"num_hidden_layers": 4, "full_attention_idx": [1]},
     "plamo3": {"sliding_window_pattern": 2},
-    "prism_hadamard_qwen35": {**QWEN, "hidden_size": 128},
-    "qwen3_5": {**QWEN, "num_experts": 0},
-    "qwen3_5_moe": QWEN,
+    "prism_hadamard_qwen35": {**FOUR, "hidden_size": 128},
+    "qwen3_5": {**FOUR, "num_experts": 0},
+    "qwen3_5_moe": FOUR,
     "qwen3_moe": {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True},
-    "qwen3_next": {**QWEN, "mlp_only_layers": [], "partial_rotary_factor": 0.5},
+    "qwen3_next": {**FOUR, "mlp_only_layers": [], "partial_rotary_factor": 0.5},
     "qwen3_vl_moe": {"mlp_only_layers": []},
     "recurrent_gemma": {"num_hidden_layers": 4, "block_types": ["recurrent", "attention"]},
     "seed_oss": {"tie_word_embeddings": False},
@@ -231,12 +191,9 @@ OUTER: dict[str, dict[str, Any]] = {
 
 def names() -> list[str]:
     """Every file of mlx_lm.models that has a model."""
-    found = []
-    for info in pkgutil.iter_modules(mlx_lm.models.__path__):
-        text = (importlib.resources.files(mlx_lm.models) / f"{info.name}.py").read_text(encoding="utf-8")
-        if "class Model(" in text and "class ModelArgs(" in text:
-            found.append(info.name)
-    return found
+    files = sorted(Path(mlx_lm.models.__path__[0]).glob("*.py"))
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in files}
+    return [name for name, text in texts.items() if "class Model(" in text and "class ModelArgs(" in text]
 
 
 def configuration(family: str) -> dict[str, Any]:
@@ -258,13 +215,8 @@ def configuration(family: str) -> dict[str, Any]:
             values[each.name] = BY_TYPE[kind]
     values |= overrides
     if family in INNER:
-        return {
-            **OUTER.get(family, {}),
-            "model_type": family,
-            "eos_token_id": 1,
-            "vocab_size": 48,
-            "text_config": values,
-        }
+        common = {"model_type": family, "eos_token_id": 1, "vocab_size": 48, "text_config": values}
+        return OUTER.get(family, {}) | common
     return values | {"eos_token_id": 1}
 
 

@@ -17,11 +17,8 @@ def llama_logits(
     head_dim = weights["model.layers.0.self_attn.q_proj.weight"].shape[0] // heads
     causal = np.triu(np.full((length, length), -np.inf), 1)
     for i in range(layers):
-        w = {
-            name.removeprefix(f"model.layers.{i}."): value
-            for name, value in weights.items()
-            if name.startswith(f"model.layers.{i}.")
-        }
+        own = f"model.layers.{i}."
+        w = {name.removeprefix(own): value for name, value in weights.items() if name.startswith(own)}
         h = _rms_norm(x, w["input_layernorm.weight"], eps)
         q = _rope((h @ w["self_attn.q_proj.weight"].T).reshape(length, heads, head_dim), theta)
         k = _rope((h @ w["self_attn.k_proj.weight"].T).reshape(length, kv_heads, head_dim), theta)

@@ -36,11 +36,9 @@ def cut_after(step: int, run: Path, copy: Path, world: World) -> None:
 
 def products(adapter: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What each layer adds to its weight, float64 [in, out]."""
+    wide = {name: array.astype(np.float64) for name, array in adapter.items()}
     layers = [name.removesuffix(".lora_a") for name in adapter if name.endswith(".lora_a")]
-    return {
-        layer: adapter[f"{layer}.lora_a"].astype(np.float64) @ adapter[f"{layer}.lora_b"].astype(np.float64)
-        for layer in layers
-    }
+    return {layer: wide[f"{layer}.lora_a"] @ wide[f"{layer}.lora_b"] for layer in layers}
 
 
 @pytest.fixture
@@ -74,10 +72,8 @@ def test_each_merge_of_one_round_is_what_it_says(world: World, folder: Path, sha
     record = merges_of(runs["stack"])[0]
     parts = np.array(record["pairs"]) / sum(record["pairs"])
     assert sum(record["pairs"]) == 40 and record["bytes_sent"] > 0 == merges_of(runs["none"])[0]["bytes_sent"]
-    exact = {
-        layer: sum(part * products(one)[layer] for part, one in zip(parts, own, strict=True))
-        for layer in products(own[0])
-    }
+    changes = [*zip(parts, map(products, own), strict=True)]
+    exact = {layer: sum(part * change[layer] for part, change in changes) for layer in products(own[0])}
     merged = {name: products(weights(run)) for name, run in runs.items()}
     for layer, mean in exact.items():
         size = np.linalg.norm(mean)
@@ -167,18 +163,13 @@ def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_full_disk
     assert rows_of_epochs(run) == {0: list(range(300)), 1: list(range(300))}
     pairs = np.sum([record["pairs"] for record in merges_of(run)], axis=0)
     assert pairs[0] > 1.5 * pairs[-1] > 0, pairs
-    assert [len(steps_of(run, rank)) for rank in range(world.size)] == [
-        sum(record["steps"][rank] for record in merges_of(run)) for rank in range(world.size)
-    ]
+    for rank in range(world.size):
+        assert len(steps_of(run, rank)) == sum(record["steps"][rank] for record in merges_of(run))
 
 
 @pytest.mark.long(ranks=3)
 def test_a_run_goes_on_alone_from_a_rounds_end_and_back_on_all_ranks(
-    world: World,
-    folder: Path,
-    shares: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    world: World, folder: Path, shares: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The outer momentum is common to all ranks, so it goes on in a world of another size."""
     words = [*settings(world, folder, rows=24), "strategy=independent", "independent.pairs_per_round=16"]
@@ -237,9 +228,8 @@ def test_a_run_that_is_to_end_inside_a_round_merges_what_its_ranks_have(world: W
     state = json.loads((longer / "checkpoints/step-00000010/state.json").read_text())["rounds"]
     assert not state["are_one"], "the test wants a stop inside a round, which are nine steps each"
     train(world, folder, [*words, "train.steps=10"], "ended", resume=True)
-    assert (
-        [record["step"] for record in merges_of(ended)] == [record["step"] for record in merges_of(shorter)] == [9, 10]
-    )
+    for run in (ended, shorter):
+        assert [record["step"] for record in merges_of(run)] == [9, 10]
     assert difference(shorter, ended) == 0.0 and rows_of_epochs(ended) == rows_of_epochs(shorter)
 
 

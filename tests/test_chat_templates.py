@@ -2,6 +2,7 @@
 
 import datetime
 import gzip
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,7 @@ def decoded(name: str, chat: Chat, **settings: Any) -> tuple[str, list[str], lis
     assert isinstance(made, Encoded), made
     text = chat_models.tokenizer_of(name).decode
     learnt = made.learnt or [[True] * len(ids) for ids in made.completions]
-    of_model = [
-        [token for token, is_learnt in zip(ids, mask, strict=True) if is_learnt]
-        for ids, mask in zip(made.completions, learnt, strict=True)
-    ]
+    of_model = [[*itertools.compress(ids, mask)] for ids, mask in zip(made.completions, learnt, strict=True)]
     return text(made.prompt), [*map(text, made.completions)], [*map(text, of_model)]
 
 
@@ -171,9 +169,8 @@ def test_turns_are_learnt_where_a_template_marks_none():
     name = "Qwen-Qwen2.5-7B-Instruct"
     messages = [GOOD, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
     both = decoded(name, Chat([USER], (messages,), "", ((True, False, True),)))
-    assert both[1] == [
-        "The answer is 42.<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>"
-    ]
+    sure = "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    assert both[1] == [f"The answer is 42.<|im_end|>{sure}Yes.<|im_end|>"]
     assert both[2] == ["The answer is 42.<|im_end|>Yes.<|im_end|>"]
     assert decoded(name, Chat([USER], (messages,), "", ((True, False, False),)))[2] == ["The answer is 42.<|im_end|>"]
     assert decoded(name, Chat([USER], (messages,), ""))[2] == ["Yes.<|im_end|>"]
@@ -208,9 +205,8 @@ def test_every_turn_of_a_conversation_is_learnt_or_the_reason_is_given(name):
 )
 def test_a_long_chat_loses_its_middle_messages(name, tmp_path):
     """What is left is, id for id, the shorter conversation: system prompt, opening tokens and last question in place."""
-    turns = [
-        {"role": role, "content": f"{number} " + "word " * 20} for number in range(8) for role in ("user", "assistant")
-    ]
+    spoken = itertools.product(range(8), ("user", "assistant"))
+    turns = [{"role": role, "content": f"{number} " + "word " * 20} for number, role in spoken]
     encoder = encoder_of(name)
     prompts = [[chat_rows.SYSTEM, *turns[2 * (8 - kept) :], USER] for kept in range(9)]
     shorter = [encoder.encoded(Chat(prompt, ([GOOD], [BAD]), "")) for prompt in prompts]

@@ -60,10 +60,8 @@ def byte_level(
     model.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = [AddedToken(token, special=True) for token in SPECIAL]
-    model.train_from_iterator(
-        corpus,
-        trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
-    )
+    options = {"vocab_size": size, "special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    model.train_from_iterator(corpus, trainers.BpeTrainer(**options))
     if bos:
         model.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token=eos)
@@ -415,11 +413,9 @@ def test_a_template_that_refuses_or_reshapes_a_conversation_is_named(load):
         load(records, tokenizer=alternating)
     assert len(load(records, tokenizer=alternating, skip_invalid=True)) == 2
     reshaping = byte_level(CORPUS, template=ENDLESS.replace("'assistant: '", "'assistant: <think>'"))
-    assert texts(load([PAIR], tokenizer=reshaping), reshaping) == [
-        "user: What is 12 + 30?\nassistant: <think>",
-        "The answer is 42.\n</s>",
-        "Blue.\n</s>",
-    ]
+    prompt, *answers = texts(load([PAIR], tokenizer=reshaping), reshaping)
+    assert prompt == "user: What is 12 + 30?\nassistant: <think>"
+    assert answers == ["The answer is 42.\n</s>", "Blue.\n</s>"]
 
 
 def read_error(path: Path | str, tokenizer: Any = PLAIN, **settings: Any) -> str:

@@ -33,12 +33,8 @@ def padded(rows: list[list[float]]) -> torch.Tensor:
 
 def trainer(**known: Any) -> SimpleNamespace:
     """What all trainers' loss functions look at, beside what is known."""
-    given = {
-        "model": SimpleNamespace(training=True),
-        "aux_loss_enabled": False,
-        "_total_train_tokens": 0,
-        "_tp_size": 1,
-    }
+    given = {"model": SimpleNamespace(training=True), "aux_loss_enabled": False}
+    given |= {"_total_train_tokens": 0, "_tp_size": 1}
     same = {"gather_for_metrics": lambda x: x, "gather": lambda x: x, "reduce": lambda x, reduction: x}
     given["accelerator"] = SimpleNamespace(device="cpu", num_processes=1, **same)
     return SimpleNamespace(**given, _metrics={"train": defaultdict(list)}, **known)
@@ -60,12 +56,8 @@ def pairs(name: str) -> dict[str, Any]:
     outputs.mean_logits, outputs.is_top1 = logps, torch.ones_like(mask[:, 1:], dtype=torch.bool)
     losses, weights = SUMS_OF_LOSSES.get(name, ([{"sppo": "sppo_hard"}.get(name, name)], [1.0]))
     options = {"loss_types": losses, "loss_weights": weights, "use_weighting": name == "wpo", "label_smoothing": 0.0}
-    options |= {
-        "beta": given["beta"],
-        "ld_alpha": None,
-        "precompute_ref_logps": True,
-        "f_divergence_type": "reverse_kl",
-    }
+    options |= {"beta": given["beta"], "ld_alpha": None}
+    options |= {"precompute_ref_logps": True, "f_divergence_type": "reverse_kl"}
     chosen, rejected = torch.tensor(given["reference"], dtype=torch.float64).chunk(2)
     inputs = {"input_ids": 0 * ones(rows, width + 1), "attention_mask": ones(rows, width + 1), "completion_mask": mask}
     inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
@@ -74,15 +66,16 @@ def pairs(name: str) -> dict[str, Any]:
     return {"loss": loss.item(), "gradients": logps.grad[:, 0].tolist()}
 
 
+def unpaired() -> dict[str, torch.Tensor]:
+    known = {name: value for name, value in INPUTS["unpaired"].items() if name != "figures"}
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in known.items()}
+
+
 def kto() -> dict[str, Any]:
     """By KTOTrainer's own code: each row a prompt of one token and a completion of one."""
     from trl import KTOTrainer
 
-    given = {
-        name: torch.tensor(value, dtype=torch.float64)
-        for name, value in INPUTS["unpaired"].items()
-        if name != "figures"
-    }
+    given = unpaired()
     logps = given["policy"].requires_grad_()
     outputs = SimpleNamespace(log_probs=logps[:, None], entropy=-logps[:, None], mean_logits=logps[:, None])
     desirable, undesirable = INPUTS["unpaired"]["weights"]
@@ -91,9 +84,8 @@ def kto() -> dict[str, Any]:
     asked = trainer(**options, _compute_kl_logps=lambda model, batch: given["mismatched_policy"])
     inputs = {"input_ids": 0 * ones(6, 2), "attention_mask": ones(6, 2), "completion_mask": torch.tensor([[0, 1]] * 6)}
     inputs |= {"label": given["labels"].bool(), "ref_logps": given["reference"]}
-    loss = KTOTrainer._compute_loss(
-        asked, lambda **_: outputs, inputs | {"ref_KL_logps": given["mismatched_reference"]}, False
-    )
+    inputs |= {"ref_KL_logps": given["mismatched_reference"]}
+    loss = KTOTrainer._compute_loss(asked, lambda **_: outputs, inputs, False)
     loss.backward()
     figures = {name: values[-1] for name, values in asked._metrics["train"].items()}
     return {"loss": loss.item(), "gradients": logps.grad.tolist(), "baseline": figures["kl"], **figures}
@@ -103,11 +95,7 @@ def bco() -> dict[str, Any]:
     """By BCOTrainer's, in a second step: its baseline remembers the rewards of the first."""
     from trl.experimental.bco.bco_trainer import BCOTrainer, RunningMoments
 
-    given = {
-        name: torch.tensor(value, dtype=torch.float64)
-        for name, value in INPUTS["unpaired"].items()
-        if name != "figures"
-    }
+    given = unpaired()
     running = RunningMoments(SimpleNamespace(use_distributed=False))
     running.update(given["earlier_rewards"])
     asked = SimpleNamespace(beta=INPUTS["unpaired"]["beta"], running=running, match_underlying_distribution=False)
