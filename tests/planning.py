@@ -56,10 +56,8 @@ def calibrated(
 
 
 def facts(hosts: Sequence[RankHost | HostCalibration | None], *words: str, **more: Any) -> PlanFacts:
-    ranks = [
-        host if isinstance(host, RankHost) else RankHost(host.machine.host if host else chr(97 + rank), host)
-        for rank, host in enumerate(hosts)
-    ]
+    names = [getattr(getattr(host, "machine", None), "host", chr(97 + rank)) for rank, host in enumerate(hosts)]
+    ranks = [one if isinstance(one, RankHost) else RankHost(name, one) for name, one in zip(names, hosts, strict=True)]
     usual = {"key": KEY, "longest": KEY.sequence_length, "backend": "mpi", "steps": 1000}
     return PlanFacts(sections(*words), ranks, **{**usual, **more})
 

@@ -65,11 +65,8 @@ def expected_and_limits(
     def computed() -> list[dict[str, np.ndarray]]:
         return [{name: np.array(array, np.float64) for name, array in group.items()} for group in compute()]
 
-    expected, kept = computed(), model.parameters()
-    limits = [
-        dict.fromkeys(group, roundoff(longest_sum(model)) * max(map(np.linalg.norm, group.values())))
-        for group in expected
-    ]
+    expected, kept, least = computed(), model.parameters(), roundoff(longest_sum(model))
+    limits = [dict.fromkeys(group, least * max(map(np.linalg.norm, group.values()))) for group in expected]
     world = world or World()
     for seed in range(world.rank, DRAWS, world.size):
         model.update(changed(model, seed))

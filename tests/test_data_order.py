@@ -74,9 +74,8 @@ def test_micro_batches_keep_rows_and_order(count, size):
     assert all(len(batch) == size for batch in batches[:-1]) and all(0 < len(batch) <= size for batch in batches)
 
 
-sizes_lists = st.lists(st.lists(st.integers(1, 9), max_size=5), min_size=1, max_size=5).filter(
-    lambda sizes: sum(map(sum, sizes))
-)
+sizes_of_a_rank = st.lists(st.integers(1, 9), max_size=5)
+sizes_lists = st.lists(sizes_of_a_rank, min_size=1, max_size=5).filter(lambda sizes: sum(map(sum, sizes)))
 
 
 def padded(lengths):

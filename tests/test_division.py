@@ -48,29 +48,22 @@ def test_dimensions_that_a_configuration_leaves_out_or_says_in_its_own_way() -> 
     every_third = {**MIXTURE, "num_hidden_layers": 7, "decoder_sparse_step": 3}  # the third and the sixth
     assert [model_shape_of({**every_third, "mlp_only_layers": only}).expert_blocks for only in ([], [5])] == [2, 1]
     assert everywhere.expert_blocks == 5 and everywhere.mlp_columns == 0 and everywhere.expert_columns == 6
-    dense = model_shape_of(
-        {**MIXTURE, "model_type": "llama", "num_experts": 0, "num_key_value_heads": None, "head_dim": None}
-    )
+    plain = {**MIXTURE, "model_type": "llama", "num_experts": 0}
+    dense = model_shape_of({**plain, "num_key_value_heads": None, "head_dim": None})
     assert (dense.kv_heads, dense.head_dim, dense.expert_columns, dense.is_tied) == (4, 2, 0, True)
-    assert not model_shape_of(
-        {**MIXTURE, "model_type": "llama", "num_experts": 0, "tie_word_embeddings": False}
-    ).is_tied
+    assert not model_shape_of({**plain, "tie_word_embeddings": False}).is_tied
     for stored, dtype, number_bytes in (({}, None, 4), ({"torch_dtype": "bfloat16"}, None, 2), ({}, "float16", 2)):
         shape = model_shape_of({**MIXTURE, **stored}, dtype)
         assert shape.weight_bytes == shape.other_bytes == number_bytes
-    assert model_shape_of({**MIXTURE, "dtype": "bfloat16"}, "float32").other_bytes == 4, (
-        "as it is loaded, not as it is stored"
-    )
+    loaded = model_shape_of({**MIXTURE, "dtype": "bfloat16"}, "float32")  # not as it is stored
+    assert loaded.other_bytes == 4
     affine = {"group_size": 32, "bits": 4}
     quantised = model_shape_of({**MIXTURE, "torch_dtype": "bfloat16", "quantization": affine})
     assert (quantised.group_size, quantised.weight_bytes, quantised.other_bytes) == (32, 0.5 + 4 / 32, 2)
     newer = model_shape_of({**MIXTURE, "quantization_config": {**affine, "mode": "mxfp4"}})
     assert newer.weight_bytes == 0.5 + 1 / 32
-    mixed = {
-        **affine,
-        "layers.0.self_attn.o_proj": {"group_size": 64, "bits": 8},
-        "layers.1.mlp.up_proj": {"group_size": 128},
-    }
+    mixed = affine | {"layers.0.self_attn.o_proj": {"group_size": 64, "bits": 8}}
+    mixed |= {"layers.1.mlp.up_proj": {"group_size": 128}}
     assert model_shape_of({**MIXTURE, "quantization": {**mixed, "layers.0.mlp.down_proj": False}}).group_size == 64
 
 

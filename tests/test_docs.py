@@ -43,11 +43,8 @@ def commands(path: Path) -> list[Command]:
         if fence:
             needs = None if needs is not None or fence[1] != "sh" else fence[2]
         elif needs is not None or line.startswith(tuple(f"    {program}" for program in OURS)):
-            said = (
-                line if needs is not None else line.strip().split("    ")[0]
-            )  # beside an indented one stands what it does
-            words = shlex.split(said, comments=True)
-            if words:
+            said = line if needs is not None else line.strip().split("    ")[0]  # what it does stands beside it
+            if words := shlex.split(said, comments=True):
                 words = words[: next((i for i, word in enumerate(words) if word in ("|", ">")), len(words))]
                 found.append(Command(f"{path.name}:{number}", "indented" if needs is None else needs, words))
     return found
@@ -139,9 +136,8 @@ def check_train(words: list[str], needs: str, folder: Path) -> None:
         return
     load.load(ROOT / (options.config or QUICKSTART), options.overrides)
     if needs == "":  # for real, on a model that takes a second
-        ours = [
-            word for word in words if not word.startswith(("--config", "configs/", "model.", "data.", "train.steps="))
-        ]
+        theirs = ("--config", "configs/", "model.", "data.", "train.steps=")
+        ours = [word for word in words if not word.startswith(theirs)]
         tiny.train(folder, [*tiny.settings(folder), "train.steps=2", "evaluate.samples=0", *ours])
 
 
@@ -222,9 +218,8 @@ def test_the_reference_is_built_and_its_links_lead_somewhere(tmp_path: Path) -> 
     recipe = subprocess.run(["make", "-n", "-o", "setup", "docs"], cwd=ROOT, capture_output=True, text=True).stdout
     words = shlex.split(next(line for line in recipe.splitlines() if "pdoc" in line))
     words = [sys.executable, *words[1 : words.index("--output-directory")], "--output-directory", str(tmp_path)]
-    built = subprocess.run(
-        [*words, "lib.plan.shares", "lib.launch.hostfile"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    words += ["lib.plan.shares", "lib.launch.hostfile"]
+    built = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert built.returncode == 0, built.stderr
     assert {path.stem for path in (tmp_path / "lib").glob("*/*.html")} == {"shares", "hostfile"}
     check_reference(tmp_path)

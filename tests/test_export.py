@@ -226,9 +226,8 @@ def with_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
     def made(name: str, template: str | None = None, **changes: Any) -> Path:
         tokenizer = chat_models.tokenizer_of(name, template)
-        monkeypatch.setattr(
-            exported, "SHAPE", exported.SHAPE | {"vocab_size": 1500, "eos_token_id": tokenizer.eos_token_id}
-        )
+        shape = exported.SHAPE | {"vocab_size": 1500, "eos_token_id": tokenizer.eos_token_id}
+        monkeypatch.setattr(exported, "SHAPE", shape)
         base = exported.base_model(tmp_path / "base", "llama")
         tokenizer.save_pretrained(base)
         return exported.run_of(tmp_path / "run", base, **changes)

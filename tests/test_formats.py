@@ -53,10 +53,8 @@ RESULT = {"role": "tool", "tool_call_id": "c1", "content": '{"sky": "grey"}'}
 
 PUBLISHED = [json.loads(line) for line in (tiny.ROOT / "tests/golden/formats.jsonl").read_text().splitlines()]
 PAIRS = {case["name"]: case["record"] for case in PUBLISHED if case["kind"] == "pair"}
-ALPACA, OPENAI = (
-    next(case["record"] for case in PUBLISHED if case["kind"] == "single" and case["name"] == name)
-    for name in ("Alpaca", "OpenAI")
-)
+SINGLE = {case["name"]: case["record"] for case in PUBLISHED if case["kind"] == "single"}
+ALPACA, OPENAI = SINGLE["Alpaca"], SINGLE["OpenAI"]
 ASKED = [user("Name a river.")]
 TURNS = [user("Name a river."), assistant("The Rhine."), user("Where?")]
 BARE_CALL = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Bonn"}}}

@@ -27,9 +27,8 @@ from tests import families, rounding, tiny
 from tests.tiny import model_folder
 
 VOCABULARY = 48
-FAMILIES = {
-    name: tiny.FAMILIES[name] for name in ("llama", "qwen3", "gemma3_text", "mixtral", "qwen3_moe", "gpt2", "gemma2")
-}
+NAMES = ("llama", "qwen3", "gemma3_text", "mixtral", "qwen3_moe", "gpt2", "gemma2")
+FAMILIES = {name: tiny.FAMILIES[name] for name in NAMES}
 
 
 def load(folder: Path, family: str, **changes: Any) -> nn.Module:
@@ -274,9 +273,8 @@ def test_low_rank_products_are_made_in_the_models_type_from_float32_adapters(tmp
     x = mx.random.normal((7, 16)).astype(mx.bfloat16)
     value, gradients = nn.value_and_grad(layer, lambda x: layer(x).astype(mx.float32).sum())(x)
     assert layer(x).dtype == mx.bfloat16 and all(a.dtype == mx.float32 for _, a in tree_flatten(gradients))
-    wanted = x.astype(mx.float32) @ (
-        layer.linear.weight.astype(mx.float32).T + layer.scale * layer.lora_a @ layer.lora_b
-    )
+    weight = layer.linear.weight.astype(mx.float32).T + layer.scale * layer.lora_a @ layer.lora_b
+    wanted = x.astype(mx.float32) @ weight
     # Both products and their sum are rounded to bfloat16, and so is the adapter.
     assert mx.linalg.norm(layer(x) - wanted).item() <= rounding.roundoff(4, mx.bfloat16) * mx.linalg.norm(wanted).item()
 

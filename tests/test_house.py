@@ -150,10 +150,8 @@ def test_functions_and_classes_fit_the_mind() -> None:
 
 def is_record(node: ast.ClassDef) -> bool:
     """Settings, and what is written to or read from a file as it is."""
-    bases = {ast.unparse(base) for base in node.bases}
-    return bool(bases & {"Section", "BaseModel", "Stored", "TypedDict"}) or node.name.endswith(
-        ("Settings", "Record", "Config")
-    )
+    bases = {ast.unparse(base) for base in node.bases} & {"Section", "BaseModel", "Stored", "TypedDict"}
+    return bool(bases) or node.name.endswith(("Settings", "Record", "Config"))
 
 
 def test_few_functions_take_the_whole_configuration() -> None:
@@ -287,11 +285,8 @@ def test_text_is_utf_8_in_every_locale() -> None:
 
 def test_every_line_of_the_inventory_names_what_shows_it() -> None:
     """tests/inventory.txt: a thing that a user can do | the test or benchmark that shows it."""
-    rows = [
-        line.split("|")
-        for line in (ROOT / "tests/inventory.txt").read_text(encoding="utf-8").splitlines()
-        if "|" in line
-    ]
+    lines = (ROOT / "tests/inventory.txt").read_text(encoding="utf-8").splitlines()
+    rows = [line.split("|") for line in lines if "|" in line]
     assert len(rows) >= 200
     for feature, proof in rows:
         file, _, name = proof.strip().partition("::")

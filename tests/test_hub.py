@@ -127,11 +127,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.send(404, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"})
         elif "/resolve/" in path:
             content = files[path.partition(f"/resolve/{sha}/")[2]]
-            headers = {
-                "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
-                "X-Repo-Commit": sha,
-                "Accept-Ranges": "bytes",
-            }
+            headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
+            headers |= {"X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
             if asked := self.headers.get("Range"):
                 first, _, last = asked.removeprefix("bytes=").partition("-")
                 part = content[int(first) : int(last) + 1 if last else None]
@@ -194,11 +191,8 @@ for source in sys.argv[2:]:
 
 
 def test_the_real_library_reads_every_layout_from_a_hub(tmp_path: Path) -> None:
-    asked = [
-        (f"hf://ann/{name}{options}", rows)
-        for name, (_, all_) in REPOSITORIES.items()
-        for options, rows in all_.items()
-    ]
+    every = [(name, *one) for name, (_, asked) in REPOSITORIES.items() for one in asked.items()]
+    asked = [(f"hf://ann/{name}{options}", rows) for name, options, rows in every]
     wrong = [f"hf://ann/{name}" for name, _ in WRONG]
     with served() as address:
         answers = python(READ, address, tmp_path, *[source for source, _ in asked], *wrong)

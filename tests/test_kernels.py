@@ -37,14 +37,12 @@ def fused(*arrays: object) -> set[str]:
 def test_the_parts_of_a_step_have_every_kernel_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
-    settings = load.load(
-        None, [f"model.path={tiny.model_folder(tmp_path)}", "data.train=-", "train.compile=true", *words]
-    )
+    model_words = [f"model.path={tiny.model_folder(tmp_path)}", "data.train=-", "train.compile=true"]
+    settings = load.load(None, [*model_words, *words])
     count = 1 if settings.train.loss == "sft" else 2
     tokens = [np.arange(20 + n, dtype=np.int32) for n in range(count + 1)]
-    rows = [
-        Example(row, tokens[0][: 20 - 9 * row], tuple(each[: 30 - 9 * row] for each in tokens[1:])) for row in (0, 1)
-    ]
+    cuts = ((20, 30), (11, 21))
+    rows = [Example(i, tokens[0][:a], tuple(each[:b] for each in tokens[1:])) for i, (a, b) in enumerate(cuts)]
 
     @contextlib.contextmanager
     def evaluated() -> Iterator[set[str]]:

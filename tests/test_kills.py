@@ -60,11 +60,9 @@ def test_killed_anywhere_and_resumed_is_bit_identical(tmp_path: Path, words: lis
     assert play(tmp_path, words, kills, seed=kills, prefix=[]) == kills
     whole, killed = tmp_path / "runs/whole", tmp_path / "runs/killed"
     assert tiny.difference(whole, killed) == 0.0
-    assert [(r["step"], r["loss"], r["rows"]) for r in tiny.steps_of(killed)] == [
-        (r["step"], r["loss"], r["rows"]) for r in tiny.steps_of(whole)
-    ]
-    evaluated = [[(r["step"], r["loss"]) for r in tiny.records(run, "evaluation")] for run in (whole, killed)]
-    assert evaluated[0] == evaluated[1]
+    for kind, keys in (("step", ("step", "loss", "rows")), ("evaluation", ("step", "loss"))):
+        told = [[[r[key] for key in keys] for r in tiny.records(run, kind)] for run in (whole, killed)]
+        assert told[0] == told[1] != []
 
 
 def test_a_killed_rank_under_mpirun_leaves_word_how_to_go_on(tmp_path: Path) -> None:

@@ -63,9 +63,8 @@ def links(request: pytest.FixtureRequest, world: World) -> Links:
 
 def message(sender: int, receiver: int, number: int) -> np.ndarray:
     draw = np.random.default_rng([sender, receiver, number])
-    return draw.normal(size=(3 + number, 40_000 if number == 2 else 5)).astype(
-        np.float32
-    )  # small ones, and a large one
+    columns = 40_000 if number == 2 else 5  # small ones, and a large one
+    return draw.normal(size=(3 + number, columns)).astype(np.float32)
 
 
 @mpi

@@ -23,9 +23,8 @@ from tests import chat_models, rounding, tiny
 from tests.tiny import ROOT
 
 MODEL = ROOT / "configs/quickstart/model"
-SETTINGS = Config.model_validate(
-    {"model": {"path": str(MODEL)}, "data": {"train": "-"}, "evaluate": {"batch_size": 2}, "train": {"seed": 3}}
-)
+STORED = {"model": {"path": str(MODEL)}, "data": {"train": "-"}, "evaluate": {"batch_size": 2}, "train": {"seed": 3}}
+SETTINGS = Config.model_validate(STORED)
 PAIRS = [
     ("Add 928 and 428.", " 8+8=16, 2+2+1=5, 9+4=13, 928 + 428 = 1356"),
     ("Add 928 and 428.", " 8+8=16, 2+2=4"),
@@ -114,9 +113,8 @@ def test_answers_are_greedy_and_end_before_the_first_stop_text(model: nn.Module,
     prompts = ["What is 297 + 670? ", "Add 797 and 370. ", "Add 9 and 9. "]
     whole = [greedy(model, adapter, prompt, 24) for prompt in prompts]
     options: list[dict[str, Any]] = [{"until": ["\n\n"]}, {"until": whole[1][4:6]}, {"until": ["", "~"]}]
-    written = adapter.generate_until(
-        requests(*((prompt, {**each, "max_gen_toks": 24}) for prompt, each in zip(prompts, options, strict=True)))
-    )
+    asked = [(prompt, {**each, "max_gen_toks": 24}) for prompt, each in zip(prompts, options, strict=True)]
+    written = adapter.generate_until(requests(*asked))
     assert written == [whole[0], whole[1][: whole[1].index(whole[1][4:6])], whole[2]]
     (short,) = adapter.generate_until(requests((prompts[0], {"until": [], "max_new_tokens": 3, "do_sample": False})))
     assert short == greedy(model, adapter, prompts[0], 3)

@@ -83,16 +83,12 @@ def test_every_row_has_the_learning_rate_of_its_synchronous_step(
     """Also where epochs end in a short batch."""
     in_epoch = -(-rows // batch)
     steps, train = epochs * in_epoch, TrainSettings(learning_rate=1e-4, warmup_steps=4, global_batch_size=batch)
-    order = [
-        row_order.global_batch(
-            row_order.epoch_order(np.arange(rows), 0, step // in_epoch, batch, 4),
-            row_order.Position(step // in_epoch, step % in_epoch * batch),
-            batch,
-        )
-        for step in range(steps)
-    ]
-    synchronous = {(step // in_epoch, int(row)): learning_rate(train, step, steps)
-                   for step, batch_rows in enumerate(order) for row in batch_rows}  # fmt: skip
+    synchronous = {}
+    for step in range(steps):
+        position = row_order.Position(step // in_epoch, step % in_epoch * batch)
+        order = row_order.epoch_order(np.arange(rows), 0, position.epoch, batch, 4)
+        for row in row_order.global_batch(order, position, batch).tolist():
+            synchronous[position.epoch, row] = learning_rate(train, step, steps)
     step, seen, speeds = 0, {}, [share * 1.07**rank for rank, share in enumerate(shares)]
     while step < steps:
         this = local_sgd.open_round((step, steps), pairs, np.arange(rows), 0, batch)
@@ -139,14 +135,8 @@ def adapter(rng: np.random.Generator, shapes: list[tuple[int, ...]], rank: int) 
     """Random factors of layers [in, out] and [experts, in, out], and one parameter that is no factor."""
     made: dict[str, Any] = {"norm.weight": rng.normal(size=5)}
     for i, (*experts, rows, columns) in enumerate(shapes):
-        if experts:
-            made[f"layers.{i}.lora_a"] = rng.normal(size=(*experts, rank, rows))
-            made[f"layers.{i}.lora_b"] = rng.normal(size=(*experts, columns, rank))
-        else:
-            made[f"layers.{i}.lora_a"], made[f"layers.{i}.lora_b"] = (
-                rng.normal(size=(rows, rank)),
-                rng.normal(size=(rank, columns)),
-            )
+        sizes = {"a": (rank, rows), "b": (columns, rank)} if experts else {"a": (rows, rank), "b": (rank, columns)}
+        made |= {f"layers.{i}.lora_{side}": rng.normal(size=(*experts, *size)) for side, size in sizes.items()}
     return {name: array.astype(np.float32) for name, array in made.items()}
 
 
@@ -171,10 +161,8 @@ def worlds(draw: st.DrawFn) -> tuple[list[dict[str, np.ndarray]], np.ndarray]:
     """Adapters of one to four ranks and their weights; a rank may have trained nothing."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     rank = draw(st.integers(1, 4))
-    shapes = [
-        (*draw(st.sampled_from([(), (3,)])), draw(st.integers(rank, 12)), draw(st.integers(rank, 12)))
-        for _ in range(draw(st.integers(1, 2)))
-    ]
+    experts, sizes = st.sampled_from([(), (3,)]), st.integers(rank, 12)
+    shapes = [(*draw(experts), draw(sizes), draw(sizes)) for _ in range(draw(st.integers(1, 2)))]
     pairs = draw(st.lists(st.integers(0, 1000), min_size=1, max_size=4))
     return [adapter(rng, shapes, rank) for _ in pairs], merging.example_weights(pairs)
 
@@ -190,9 +178,8 @@ def test_stack_is_the_weighted_mean_of_the_updates(world: Any) -> None:
         terms = sum_of_sizes(adapters, weights, layer)
         assert (np.abs(dense(merged, layer) - exact) <= roundoff(3) * terms).all()
         a = merged[f"{layer}.lora_a"]
-        assert a.shape[-2 if a.ndim == 3 else -1] == sum(
-            one[f"{layer}.lora_b"].shape[-1 if a.ndim == 3 else -2] for one in adapters
-        )
+        of_a, of_b = (-2, -1) if a.ndim == 3 else (-1, -2)
+        assert a.shape[of_a] == sum(one[f"{layer}.lora_b"].shape[of_b] for one in adapters)
         # The outputs, as a user sees them: x W + scale (x A) B.
         x = np.random.default_rng(0).normal(size=(3, exact.shape[-2]))
         assert (np.abs(x @ dense(merged, layer) - x @ exact) <= roundoff(3) * (np.abs(x) @ terms)).all()
@@ -237,10 +224,8 @@ def test_svd_turns_its_factors_to_where_the_ranks_were() -> None:
         moved = {name: a + 0.001 * rng.normal(size=a.shape).astype(np.float32) for name, a in start.items()}
         ranks.append(moved)
     merged = merging.svd(ranks, np.array([0.5, 0.5]))
-    assert np.linalg.norm(merged["layers.0.lora_a"] - start["layers.0.lora_a"]) < 0.1
-    assert np.linalg.norm(merged["layers.0.lora_b"] - start["layers.0.lora_b"]) < 0.1 * np.linalg.norm(
-        start["layers.0.lora_b"]
-    )
+    a, b = (np.linalg.norm(merged[name] - start[name]) for name in ("layers.0.lora_a", "layers.0.lora_b"))
+    assert a < 0.1 and b < 0.1 * np.linalg.norm(start["layers.0.lora_b"])
 
 
 @settings(max_examples=60)
@@ -254,9 +239,8 @@ def test_distance_is_what_dense_matrices_say(world: Any) -> None:
     dense_exact = sum(np.square(mean_of(adapters, weights, la) - dense(start, la)).sum() for la in layers)
     dense_missed = sum(np.square(mean_of(adapters, weights, la) - dense(merged, la)).sum() for la in layers)
     plain = sum(w * one["norm.weight"].astype(np.float64) for w, one in zip(weights, adapters, strict=True))
-    assert exact == pytest.approx(
-        dense_exact / SCALE**2 + np.square(plain - start["norm.weight"]).sum(), rel=1e-9, abs=1e-9
-    )
+    of_norm = np.square(plain - start["norm.weight"]).sum()
+    assert exact == pytest.approx(dense_exact / SCALE**2 + of_norm, rel=1e-9, abs=1e-9)
     assert missed == pytest.approx(dense_missed / SCALE**2, rel=1e-6, abs=1e-9 * exact)
     np.testing.assert_allclose(merged["norm.weight"], plain, rtol=1e-6, atol=1e-6)
 

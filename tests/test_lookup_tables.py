@@ -79,10 +79,8 @@ def test_rows_are_as_long_as_the_table(tmp_path: Path) -> None:
     tiny.write_jsonl(tmp_path / "train.jsonl", [fitting] * 8)
     tiny.train(tmp_path, [*words, "run.name=fitting"])
     tiny.write_jsonl(tmp_path / "train.jsonl", [fitting, fitting | {"prompt_ids": [3] * 41}])
-    why = (
-        "train.jsonl:2: a row of 66 tokens is longer than the 64 positions of the model's table; set data.max_length=64"
-    )
-    assert why in refusal(tmp_path, words)
+    why = "train.jsonl:2: a row of 66 tokens is longer than the 64 positions of the model's table; set data.max_length"
+    assert f"{why}=64" in refusal(tmp_path, words)
     assert "2 rows cut to data.max_length=64" in tiny.train(tmp_path, [*words, "data.max_length=64"]).stdout
 
 
@@ -122,8 +120,7 @@ def test_answers_end_inside_the_table(tmp_path: Path) -> None:
     tiny.write_jsonl(tmp_path / "questions.jsonl", [{"prompt": "What is 437 + 248?", "answer": "685"}])
     asked = [*words, f"evaluate.answers={tmp_path / 'questions.jsonl'}"]
     assert "questions.jsonl:1: a prompt of" in (why := refusal(tmp_path, asked))
-    assert (
-        "evaluate.max_tokens=128 are more than the 64 positions of the model's table; set evaluate.max_tokens=" in why
-    )
+    assert "evaluate.max_tokens=128 are more than the 64 positions" in why
+    assert "of the model's table; set evaluate.max_tokens=" in why
     assert "row 0 (evaluate.samples): a prompt of" in refusal(tmp_path, words)
     tiny.train(tmp_path, [*words, "--dry-run", "evaluate.max_tokens=16"])

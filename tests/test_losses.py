@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -16,14 +17,8 @@ from tests.tiny import ROOT
 
 DIFFERENCES = 1e-12  # what derivative64 loses to cancellation in float64
 OPERATIONS = 16  # one after the other, in any of these formulas
-OPTIONS = {
-    "beta": 0.1,
-    "label_smoothing": 0.0,
-    "rpo_alpha": 0.0,
-    "dpop_lambda": 50.0,
-    "simpo_gamma": 1.0,
-    "cpo_alpha": 1.0,
-}
+OPTIONS = {"beta": 0.1, "label_smoothing": 0.0, "rpo_alpha": 0.0}
+OPTIONS |= {"dpop_lambda": 50.0, "simpo_gamma": 1.0, "cpo_alpha": 1.0}
 CASES = [
     ("sigmoid", {}),
     ("sigmoid", {"beta": 0.5, "label_smoothing": 0.1}),
@@ -176,23 +171,23 @@ def close(actual: mx.array, function: Callable[..., float], points: Sequence[tup
         assert abs(value - expected) <= limit, (point, value, expected, limit)
 
 
+def losses_of(name: str, policy: LogProbs, reference: LogProbs | None, options: dict[str, float]) -> Any:
+    return preference_losses(terms(name), policy, reference, TrainSettings.model_construct(**options))
+
+
 def gradients(name: str, policy: LogProbs, reference: LogProbs, options: dict[str, float]) -> list[mx.array]:
     def total(chosen: mx.array, rejected: mx.array) -> mx.array:
         moved = LogProbs(chosen, rejected, policy.chosen_tokens, policy.rejected_tokens)
-        return preference_losses(terms(name), moved, reference, TrainSettings.model_construct(**options))[0].sum()
+        return losses_of(name, moved, reference, options)[0].sum()
 
     return list(mx.grad(total, argnums=(0, 1))(policy.chosen, policy.rejected))
 
 
 @pytest.mark.parametrize(("name", "changed"), CASES, ids=lambda v: v if isinstance(v, str) else str(sorted(v.items())))
 def test_values_rewards_and_gradients_match_float64(name: str, changed: dict[str, float]) -> None:
-    options = OPTIONS | changed
-    pairs = ragged_pairs()
+    options, pairs = OPTIONS | changed, ragged_pairs()
     policy, reference = to_arrays(pairs)
-    losses, chosen_rewards, rejected_rewards = preference_losses(
-        terms(name), policy, reference, TrainSettings.model_construct(**options)
-    )
-
+    losses, chosen_rewards, rejected_rewards = losses_of(name, policy, reference, options)
     assert losses.dtype == chosen_rewards.dtype == rejected_rewards.dtype == mx.float32
     close(losses, lambda *p: loss64(name, p, options), pairs)
     close(chosen_rewards, lambda *p: rewards64(name, p, options["beta"])[0], pairs)
@@ -209,11 +204,7 @@ def test_extremes_stay_finite(name: str, beta: float) -> None:
     pairs: list[Pair] = [(w, lost, -1e4, -1e4, t, 3) for w in values for lost in values for t in (1, 1000)]
     options = OPTIONS | {"beta": beta, "label_smoothing": 0.2, "rpo_alpha": 1.0}
     policy, reference = to_arrays(pairs)
-    outputs = [
-        *preference_losses(terms(name), policy, reference, TrainSettings.model_construct(**options)),
-        *gradients(name, policy, reference, options),
-    ]
-    for output in outputs:
+    for output in (*losses_of(name, policy, reference, options), *gradients(name, policy, reference, options)):
         assert np.all(np.isfinite(np.array(output)))
 
 
@@ -268,9 +259,7 @@ def test_metrics_are_sums_that_ranks_can_add() -> None:
 
     def metrics(some: list[Pair]) -> dict[str, mx.array]:
         policy, reference = to_arrays(some)
-        _, chosen, rejected = preference_losses(
-            terms("sigmoid"), policy, reference, TrainSettings.model_construct(**OPTIONS)
-        )
+        _, chosen, rejected = losses_of("sigmoid", policy, reference, OPTIONS)
         return preference_metrics(chosen, rejected, policy, reference, mx.ones(len(chosen)))
 
     whole, first, rest = metrics(pairs), metrics(pairs[:2]), metrics(pairs[2:])
@@ -283,16 +272,15 @@ def test_metrics_are_sums_that_ranks_can_add() -> None:
         "kl": sum(((p[2] - p[0]) + (p[3] - p[1])) / 2 for p in pairs),
     }
     assert whole.keys() == expected.keys()
+    limit = roundoff(OPERATIONS) * sum(
+        sum(map(abs, p[:4])) for p in pairs
+    )  # the log-probabilities that all are made of
     for key, value in expected.items():
-        limit = roundoff(OPERATIONS) * sum(
-            sum(map(abs, p[:4])) for p in pairs
-        )  # the log-probabilities that all are made of
         assert whole[key].item() == pytest.approx(value, rel=0, abs=limit), key
         assert (first[key] + rest[key]).item() == pytest.approx(value, rel=0, abs=limit), key
     assert expected["reward_accuracy"] % 1 == 0.5
-
     policy, _ = to_arrays(pairs)
-    _, chosen, rejected = preference_losses(terms("simpo"), policy, None, TrainSettings.model_construct(**OPTIONS))
+    _, chosen, rejected = losses_of("simpo", policy, None, OPTIONS)
     assert "kl" not in preference_metrics(chosen, rejected, policy, None, mx.ones(len(chosen)))
 
 

@@ -99,10 +99,8 @@ def test_a_mixture_of_experts() -> None:
     stored = {"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
     stored |= {"intermediate_size": 128, "vocab_size": 100, "num_local_experts": 8, "num_experts_per_tok": 2}
     rows = Rows(prompt=16, seen=32, tokens=48, scored=32, length_multiple=16)
-    sparse, dense = (
-        MemoryModel(model_shape_of({**stored, "num_local_experts": count}, to_divide=False), Training(), rows)
-        for count in (8, 0)
-    )
+    shapes = [model_shape_of({**stored, "num_local_experts": count}, to_divide=False) for count in (8, 0)]
+    sparse, dense = (MemoryModel(shape, Training(), rows) for shape in shapes)
     assert sparse.bytes(8, "cpu").activations > 1.2 * dense.bytes(8, "cpu").activations
     assert sparse.bytes(8, "cpu").weights > 3 * dense.bytes(8, "cpu").weights
 
@@ -122,9 +120,8 @@ def test_measured_peaks_correct_the_formula() -> None:
     known = facts([RankHost("a", measured, device="metal")], key=long, longest=ROWS.seen, memory=MEMORY)
     assert known.needed_bytes(0, 4, long) == pytest.approx(1.3 * MEMORY.bytes(4, "metal").total, rel=1e-3)
     checkpointed = long.model_copy(update={"gradient_checkpointing": True})
-    assert known.needed_bytes(0, 4, checkpointed) == pytest.approx(
-        1.3 * MEMORY.bytes(4, "metal", checkpointing=True).total, rel=1e-3
-    )
+    expected = 1.3 * MEMORY.bytes(4, "metal", checkpointing=True).total
+    assert known.needed_bytes(0, 4, checkpointed) == pytest.approx(expected, rel=1e-3)
 
 
 def test_default_sizes_fit_and_limits_of_macs() -> None:

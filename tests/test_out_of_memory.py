@@ -45,10 +45,10 @@ def weights(run: Path) -> np.ndarray:
     ],
 )
 def test_what_mlx_says_is_recognised(text: str) -> None:
-    assert out_of_memory.is_out_of_memory(RuntimeError(text)) and out_of_memory.is_out_of_memory(MemoryError())
-    assert not out_of_memory.is_out_of_memory(
-        RuntimeError("[matmul] shapes do not match")
-    ) and not out_of_memory.is_out_of_memory(ValueError(text))
+    for error in (RuntimeError(text), MemoryError()):
+        assert out_of_memory.is_out_of_memory(error)
+    for error in (RuntimeError("[matmul] shapes do not match"), ValueError(text)):
+        assert not out_of_memory.is_out_of_memory(error)
 
 
 # ---- Work that is tried again
@@ -67,9 +67,8 @@ def test_what_failed_leaves_no_array_behind() -> None:
 
     with pytest.raises(OutOfMemory, match="Unable to allocate") as caught:
         out_of_memory.attempt(fail)
-    assert mx.get_active_memory() - before < 1e5 and mx.get_cache_memory() == 0, (
-        "the failed work's arrays are still there"
-    )
+    assert mx.get_active_memory() - before < 1e5, "the failed work's arrays are still there"
+    assert mx.get_cache_memory() == 0
     assert caught.value.__context__ is None
     with pytest.raises(RuntimeError, match="shapes"):
         out_of_memory.attempt(lambda: (_ for _ in ()).throw(RuntimeError("shapes")))
@@ -110,9 +109,8 @@ def test_a_schedule_keeps_to_it_from_the_first_step_that_is_not_made_and_after_a
     assert schedule.most_at(0) == 2 and schedule.most_at(1) is None
     resumed = Schedule(plan, settings, lead=3, steps=20)
     assert resumed.restore(json.loads(json.dumps(schedule.state(6))))
-    assert [resumed.at(step).micro_batch_sizes for step in (7, 8)] == [
-        schedule.at(step).micro_batch_sizes for step in (7, 8)
-    ]
+    for step in (7, 8):
+        assert resumed.at(step).micro_batch_sizes == schedule.at(step).micro_batch_sizes
     assert resumed.most_at(0) == 2, "the resumed run would go back to the size that failed"
     schedule.halve(9, [0], gradient_checkpointing=True)
     assert resumed.restore(schedule.state(12)) and resumed.at(13).gradient_checkpointing
@@ -159,16 +157,14 @@ def test_a_step_that_takes_too_much_is_taken_again_with_the_same_result(
     np.testing.assert_allclose(weights(run), weights(folder / "runs/free"), atol=1e-5)
     assert any("ran out of memory in step 1" in warning["text"] for warning in records(run, "warning"))
     plans = records(run, "plan")
-    assert [plan["ranks"][0]["micro_batch_sizes"][0] for plan in plans] == [8, 4][: len(plans)] and plans[0][
-        "first_step"
-    ] == 4
-    least = plans[-1]["ranks"][0]["micro_batch_sizes"][0]
+    sizes = [plan["ranks"][0]["micro_batch_sizes"][0] for plan in plans]
+    assert sizes == [8, 4][: len(plans)] and plans[0]["first_step"] == 4
     steps = records(run, "step")
     assert [step["pairs"] for step in steps] == [16, 16, 8, 16, 16]
     assert max(step["peak_memory_bytes"] for step in steps) <= limit
     assert sorted(steps[0]["rows"]) == sorted(records(folder / "runs/free", "step")[0]["rows"])
     state = json.loads((run / "checkpoints/step-00000004/state.json").read_text())["schedule"]["plans"]
-    assert state[-1]["max_micro_batch_sizes"] == [least]
+    assert state[-1]["max_micro_batch_sizes"] == sizes[-1:]
     # A resumed run starts with it.
     again = [f"plan.calibration_dir={tmp_path}/none"]
     (run / "checkpoints/step-00000005").rename(tmp_path / "undone")
@@ -205,10 +201,8 @@ def test_the_same_in_threads_that_are_given_up_as_on_cuda(
     out_of_memory._workers.clear()
     plain, threads = tmp_path / "runs/plain", tmp_path / "runs/threads"
     assert len(started) > 5 and records(threads, "plan")
-    made, expected = (
-        [plan["ranks"][0]["micro_batch_sizes"] for plan in records(run, "plan")] for run in (threads, plain)
-    )
-    assert made == expected
+    made = [[plan["ranks"][0]["micro_batch_sizes"] for plan in records(run, "plan")] for run in (threads, plain)]
+    assert made[0] == made[1]
     np.testing.assert_allclose(weights(threads), weights(plain), atol=1e-5)
     mx.eval(mx.random.normal((1,)))  # the state that the thread left is everybody's
 
@@ -256,31 +250,26 @@ def test_down_to_one_pair_then_checkpointing_then_a_clear_end(
     free: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, words = free
-    recomputed: list[Any] = []
-    checkpoint_blocks = gradient_checkpointing.checkpoint_blocks
-    monkeypatch.setattr(
-        gradient_checkpointing,
-        "checkpoint_blocks",
-        lambda model: (checkpoint_blocks(model), recomputed.extend(model.layers)),
-    )
+    recomputed, checkpoint_blocks = list[Any](), gradient_checkpointing.checkpoint_blocks
+
+    def checkpoint(model: Any) -> None:
+        checkpoint_blocks(model)
+        recomputed.extend(model.layers)
+
+    monkeypatch.setattr(gradient_checkpointing, "checkpoint_blocks", checkpoint)
     monkeypatch.setattr(mx, "get_peak_memory", lambda: 3 * 10**9)  # planned to fit, and whatever is tried does not
     words = [*words, f"plan.calibration_dir={tmp_path}", f"run.dir={tmp_path}/runs", "plan.memory_limit_gb=1"]
     done = tiny.train(tmp_path, [*words, "run.name=none"], check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     last = done.stderr.strip().splitlines()[-1] if "try" in done.stderr.strip().splitlines()[-1] else done.stderr
-    assert (
-        "ran out of memory with a single pair and gradient checkpointing" in last
-        and "plan.memory_limit_gb is 1 GB" in last
-    )
+    assert "ran out of memory with a single pair and gradient checkpointing" in last
+    assert "plan.memory_limit_gb is 1 GB" in last
     plans = records(tmp_path / "runs/none", "plan")
-    assert [(plan["ranks"][0]["micro_batch_sizes"][0], plan["gradient_checkpointing"]) for plan in plans] == [
-        *((size, False) for size in (8, 4, 2, 1)),
-        (1, True),
-    ]
+    made = [(plan["ranks"][0]["micro_batch_sizes"][0], plan["gradient_checkpointing"]) for plan in plans]
+    assert made == [*((size, False) for size in (8, 4, 2, 1)), (1, True)]
     assert len(recomputed) == 2 and all(layer.is_recomputed for layer in recomputed)
-    dropout = tiny.train(
-        tmp_path, [*words, "run.name=dropout", "model.dropout=0.1", f"plan.calibration_dir={tmp_path}/d"], check=False
-    )
+    own = ["run.name=dropout", "model.dropout=0.1", f"plan.calibration_dir={tmp_path}/d"]
+    dropout = tiny.train(tmp_path, [*words, *own], check=False)
     assert dropout.returncode == 2 and "with a single pair:" in dropout.stderr and "model.dropout=0" in dropout.stderr
     assert not any(plan["gradient_checkpointing"] for plan in records(tmp_path / "runs/dropout", "plan"))
 

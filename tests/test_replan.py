@@ -47,9 +47,8 @@ def schedule_of(
     hosts: Sequence[str], *words: str, curves: Sequence[BatchCurve] | None = None, batch: int = 128
 ) -> Schedule:
     settings = sections(*words, f"train.global_batch_size={batch}").plan
-    first = plan_cluster(
-        hosts, batch, curves=curves, shares=settings.shares, micro_batch_sizes=settings.micro_batch_sizes
-    )
+    given = {"shares": settings.shares, "micro_batch_sizes": settings.micro_batch_sizes}
+    first = plan_cluster(hosts, batch, curves=curves, **given)
     return Schedule(first, settings, LEAD, steps=100_000)
 
 
@@ -79,10 +78,11 @@ def test_a_throttled_rank_gets_a_new_plan_within_ten_steps_and_its_shares_back()
 def test_shares_do_not_follow_noise(seed: int) -> None:
     curve, noise = BatchCurve.from_rates({1: 10.0, 8: 20.0}), np.random.default_rng(seed)
     schedule = schedule_of(["a", "b"], curves=[curve, curve])
-    decided, _ = simulated(
-        schedule, 300, lambda s, r, sizes: float(curve.seconds(np.array(sizes)).sum() * np.exp(noise.normal(0, 0.05)))
-    )
-    assert len(decided) <= 2
+
+    def noisy(step: int, rank: int, sizes: Sequence[int]) -> float:
+        return float(curve.seconds(np.array(sizes)).sum() * np.exp(noise.normal(0, 0.05)))
+
+    assert len(simulated(schedule, 300, noisy)[0]) <= 2
 
 
 @pytest.mark.parametrize("wrong", [0.25, 4.0])

@@ -96,14 +96,12 @@ def test_the_figures_follow_from_the_records(tmp_path: Path) -> None:
     start = {"kind": "start", "time": 1000.0, "steps": 100, "plan": plan_of("synchronous")}
     for rank, (host, share) in enumerate((("a", 6), ("b", 2))):
         steps = [step(n, rank, host, pairs=share) for n in range(1, 41)]
-        write(
-            tmp_path / f"logs/rank-{rank:03d}.jsonl", [{**start, "config": config, "rank": rank, "host": host}, *steps]
-        )
+        first = {**start, "config": config, "rank": rank, "host": host}
+        write(tmp_path / f"logs/rank-{rank:03d}.jsonl", [first, *steps])
     now = figures(read_all(tmp_path), 1041.0)
     assert (now.state, now.summary["steps"], now.steps) == ("running", 40, 100)
-    assert now.summary["pairs_per_second"] == pytest.approx(16.0) and now.summary["efficiency"] == pytest.approx(
-        16 / 25
-    )
+    assert now.summary["pairs_per_second"] == pytest.approx(16.0)
+    assert now.summary["efficiency"] == pytest.approx(16 / 25)
     assert now.summary["tokens_per_second"] == pytest.approx(2 * 160) and now.left_seconds == pytest.approx(61.5)
     assert now.summary["cost"]["energy_kwh"] == pytest.approx(2 * 0.1 * 41 / 3600)
     first, second = now.summary["ranks"]

@@ -74,10 +74,8 @@ def test_ranks_that_hold_parts_of_the_model_draw_what_one_draws(alone: Alone, wo
         prompts = {one["prompt_id"]: one["prompt_ids"] for one in lines(run / "rounds/0001/pairs.jsonl")}
         known = [one for one in parts if one["prompt_id"] in prompts][:8]
         figures = ("tokens", "logps", "finish")
-        samples = [
-            Sample(one["prompt_id"], one["k"], prompts[one["prompt_id"]], *(one[key] for key in figures), "")
-            for one in known
-        ]
+        names = [(one["prompt_id"], one["k"], prompts[one["prompt_id"]]) for one in known]
+        samples = [Sample(*name, *(one[key] for key in figures), "") for name, one in zip(names, known, strict=True)]
         assert samples
         expected, limits = rounding.expected_and_limits(
             model, lambda: [{str(i): logps_of(model, sample, 1.5) for i, sample in enumerate(samples)}]

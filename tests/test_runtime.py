@@ -92,10 +92,8 @@ def test_mlx_computes_with_openblas_and_numpy_keeps_its_own():
 
 @pytest.mark.skipif(mpi_and_blas.load_blas() is None, reason="MLX brings no reference BLAS here")
 def test_a_missing_openblas_is_one_warning(tmp_path):
-    code = (
-        f"import sys; sys.prefix = {str(tmp_path)!r}; from lib.system import mpi_and_blas as r; "
-        "r.shutil.which = lambda *_, **__: None; r.prepare()"
-    )
+    code = f"import sys; sys.prefix = {str(tmp_path)!r}; from lib.system import mpi_and_blas as r; "
+    code += "r.shutil.which = lambda *_, **__: None; r.prepare()"
     done = python(code)
     assert done.returncode == 0
     assert done.stderr.count("\n") == 1
@@ -143,14 +141,18 @@ def test_variables_that_mlx_does_not_have_are_answered_once_with_the_setting():
     assert errors == "warning: MLX_MAX_MEMORY_GB has no effect; plan.memory_limit_gb=N limits what MLX holds\n"
 
 
-def test_nobody_launched_us(launched):
-    assert launched() == Launch(None, 0, 1, 1)
+MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "PMIX_RANK": "2"}
+MPI |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+NCCL = {"NCCL_HOST_IP": "10.0.0.1", "NCCL_PORT": "12345", "MLX_WORLD_SIZE": "2", "MLX_RANK": "1"}
 
 
-def test_mpirun(launched):
-    local = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
-    launch = launched(OMPI_COMM_WORLD_RANK="2", OMPI_COMM_WORLD_SIZE="3", PMIX_RANK="2", **local)
-    assert launch == Launch("mpi", 2, 3, 2)
+@pytest.mark.parametrize(
+    ("environment", "launch"),
+    [({}, Launch(None, 0, 1, 1)), (MPI, Launch("mpi", 2, 3, 2)), (NCCL, Launch("nccl", 1, 2, 1))],
+    ids=["nobody launched us", "mpirun", "nccl"],
+)
+def test_a_launcher_s_variables_are_read(launched, environment, launch):
+    assert launched(**environment) == launch
 
 
 def test_ring(launched, tmp_path):
@@ -160,11 +162,6 @@ def test_ring(launched, tmp_path):
     assert launched(MLX_HOSTFILE=str(hostfile), MLX_RANK="2") == Launch("ring", 2, 3, 2)
     hostfile.write_text("")  # mlx.launch -n 1
     assert launched(MLX_HOSTFILE=str(hostfile), MLX_RANK="0") == Launch()
-
-
-def test_nccl(launched):
-    environment = {"NCCL_HOST_IP": "10.0.0.1", "NCCL_PORT": "12345", "MLX_WORLD_SIZE": "2", "MLX_RANK": "1"}
-    assert launched(**environment) == Launch("nccl", 1, 2, 1)
 
 
 def test_jaccl(launched, tmp_path):

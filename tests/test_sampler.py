@@ -62,11 +62,8 @@ def logps_of(model: nn.Module, sample: Sample, temperature: float = 1.0) -> np.n
     """Of the sample's tokens, by the model alone, without any cache."""
     wide = np.array(model(mx.array([sample.prompt_tokens + sample.tokens]))[0], np.float64) / temperature
     wide = wide[len(sample.prompt_tokens) - 1 : -1]
-    logps = (
-        wide
-        - np.log(np.exp(wide - wide.max(axis=1, keepdims=True)).sum(axis=1, keepdims=True))
-        - wide.max(axis=1, keepdims=True)
-    )
+    wide -= wide.max(axis=1, keepdims=True)
+    logps = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
     return logps[np.arange(len(sample.tokens)), sample.tokens]
 
 
@@ -161,11 +158,10 @@ def test_who_samples_and_in_which_batch_changes_no_token(tmp_path: Path) -> None
 def test_a_temperature_of_zero_is_greedy(tmp_path: Path) -> None:
     model, prompts = load(tmp_path, "llama").eval(), prompts_of(4)
     found = sampled(model, Sampling(samples=2, temperature=0), prompts)
-    wanted = batch_generate(
-        model, Letters(), [p.tokens for p in prompts], max_tokens=Sampling.max_tokens, return_token_ids=True
-    ).token_ids
+    options = {"max_tokens": Sampling.max_tokens, "return_token_ids": True}
+    wanted = batch_generate(model, Letters(), [p.tokens for p in prompts], **options)
     for sample in found:
-        assert Letters().decode(wanted[sample.prompt_id]) == sample.text
+        assert Letters().decode(wanted.token_ids[sample.prompt_id]) == sample.text
         np.testing.assert_allclose(sample.logps, logps_of(model, sample), atol=rounding.roundoff(64) * VOCABULARY)
 
 
@@ -178,11 +174,8 @@ def test_answers_end_at_end_tokens_stop_strings_and_the_longest_length(tmp_path:
         assert (sample.tokens[-1] == END) == (sample.finish == "stop") and END not in sample.tokens[:-1]
         assert sample.text == Letters().decode([token for token in sample.tokens if token != END])
     # Two letters that come somewhere, often across two looks at what was drawn.
-    stops = tuple(
-        sample.text[at : at + 2]
-        for sample, at in zip(plain, (4, BLOCK - 1, 9), strict=False)
-        if len(sample.text) > at + 1
-    )
+    letters = [sample.text[at : at + 2] for sample, at in zip(plain, (4, BLOCK - 1, 9), strict=False)]
+    stops = tuple(two for two in letters if len(two) == 2)
     assert stops
     for sample, whole in zip(sampled(model, Sampling(stop=stops), prompts), plain, strict=True):
         cut = min((at for stop in stops if (at := whole.text.find(stop)) >= 0), default=None)

@@ -25,9 +25,8 @@ from tests.test_step import build, examples, means_of, reference_logps, results_
 def dataset(count: int, seed: int, *quantiles: tuple[float, ...]) -> Dataset:
     """Preference pairs whose prompt, chosen and rejected lengths have these least, 10 %, 50 %, 90 % and largest values."""
     random = np.random.default_rng(seed)
-    columns = [
-        np.exp(np.interp(random.random(count), [0, 0.1, 0.5, 0.9, 1], np.log(of_column))) for of_column in quantiles
-    ]
+    at = [0, 0.1, 0.5, 0.9, 1]
+    columns = [np.exp(np.interp(random.random(count), at, np.log(of_column))) for of_column in quantiles]
     pieces = np.stack(columns, axis=1).astype(int).reshape(-1)
     bounds = np.concatenate([[0], np.cumsum(pieces)])
     tokens = random.integers(2, 48, bounds[-1]).astype(np.int32)
@@ -54,9 +53,8 @@ def epoch_of(data: Dataset, make: MicroBatches, epoch: int, sizes: list[list[int
     lengths, cost = lengths_and_cost(data, make.length_multiple, make.shared_prompts)
     batches: list[list[Batch]] = [[] for _ in sizes]
     for cursor in range(0, len(data), batch_size):
-        assigned, _ = assign_micro_batches(
-            global_batch(order, Position(epoch, cursor), batch_size), lengths, sizes, cost
-        )
+        batch = global_batch(order, Position(epoch, cursor), batch_size)
+        assigned, _ = assign_micro_batches(batch, lengths, sizes, cost)
         for rank, parts in enumerate(assigned):
             batches[rank] += [batch for batch, _ in make.of(parts, max(sizes[rank]))]
     return batches
@@ -102,18 +100,9 @@ def test_any_rows_fit_into_one_of_the_shapes(seed: int, size: int, most: int, sh
         return need_of(prompts[rows], seen[rows], scored[rows])
 
     tokens = prompts + (completions - 1).sum(axis=1)
-    largest = np.array(
-        (
-            size,
-            prompts.min(),
-            prompts.max(),
-            seen.max(),
-            np.sort(tokens)[-size:].sum(),
-            np.sort(scored.sum(axis=1))[-size:].sum(),
-            scored.max(),
-        ),
-        NEED,
-    )
+    most_tokens, most_scored = (np.sort(each)[-size:].sum() for each in (tokens, scored.sum(axis=1)))
+    limits = (size, prompts.min(), prompts.max(), seen.max(), most_tokens, most_scored, scored.max())
+    largest = np.array(limits, NEED)
     epochs = [np.array([need(rows) for rows in np.split(random.permutation(40), range(size, 40, size))], NEED)] * 2
     shapes = few_shapes(epochs, largest, most, count, 4, shared)
     assert len(shapes) <= most and shapes == sorted(shapes, key=lambda shape: shape.cost)
@@ -189,11 +178,11 @@ def test_rows_of_padding_count_in_no_loss_and_no_metric(
 def test_a_compiled_run_has_few_traces_and_ends_with_the_same_weights(tmp_path: Path) -> None:
     words = tiny.settings(tmp_path, rows=37, train__epochs=2, plan__micro_batch_sizes=[3])
     words += ["data.length_multiple=2", "train.max_traces=4", "evaluate.samples=0", "train.global_batch_size=8"]
-    for name, compiled in (("compiled", "true"), ("plain", "false")):
-        tiny.train(tmp_path, [*words, f"run.name={name}", f"train.compile={compiled}"])
-    runs = tmp_path / "runs"
-    compiled, plain = (tiny.steps_of(runs / name) for name in ("compiled", "plain"))
-    assert compiled[4]["traces"] == compiled[-1]["traces"] <= 4 < 12 < plain[-1]["traces"]
-    assert tiny.rows_of_epochs(runs / "compiled") == tiny.rows_of_epochs(runs / "plain")
-    assert tiny.difference(runs / "plain", runs / "compiled") <= rounding.limit_of(runs / "plain")
+    for compiled in (True, False):
+        tiny.train(tmp_path, [*words, f"run.name={compiled}", f"train.compile={compiled}"])
+    compiled, plain = tmp_path / "runs/True", tmp_path / "runs/False"
+    traces = [record["traces"] for record in tiny.steps_of(compiled)]
+    assert traces[4] == traces[-1] <= 4 < 12 < tiny.steps_of(plain)[-1]["traces"]
+    assert tiny.rows_of_epochs(compiled) == tiny.rows_of_epochs(plain)
+    assert tiny.difference(plain, compiled) <= rounding.limit_of(plain)
     mx.clear_cache()
