@@ -186,12 +186,10 @@ def test_gathered_parts_are_scattered_to_any_division_bit_for_bit(
     for either in (whole, model):
         either.model.layers[1].mlp.down_proj.weight[:, 3] = -0.0
     first = divide(world, path, model, (1,) * world.size)
-    sums: list[str] = []
-    all_sum = ShardedWorld.all_sum
+    sums, all_sum = list[str](), ShardedWorld.all_sum
     monkeypatch.setattr(world_module, "GATHERED_BYTES", 2**12)  # several sums, some of which join arrays
-    monkeypatch.setattr(
-        ShardedWorld, "all_sum", lambda self, array, what: (sums.append(what), all_sum(self, array, what))[1]
-    )
+    noted = lambda self, array, what: sums.append(what) or all_sum(self, array, what)  # noqa: E731
+    monkeypatch.setattr(ShardedWorld, "all_sum", noted)
     found = gathered(first, model.trainable_parameters())
     wanted = adapter_files.trainable(whole)
     assert found.keys() == wanted.keys()
@@ -317,9 +315,8 @@ def assert_answers_and_metrics_as_alone(
         assert summaries[1][key] == pytest.approx(summaries[0][key], rel=1e-4, abs=5e-4), key  # kl: of roundings
     capsys.readouterr()
     settings = load.load(parts / "config.yaml", [])
-    options = argparse.Namespace(
-        run=str(parts), model=None, data=None, overrides=[], per_pair=str(folder / "pairs.jsonl")
-    )
+    given = {"run": str(parts), "model": None, "data": None, "overrides": []}
+    options = argparse.Namespace(**given, per_pair=str(folder / "pairs.jsonl"))
     command.evaluate(score_file.StoredModel(settings, parts), options, world, Terminal(silent=world.rank != 0))
     if world.rank == 0:
         told = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
@@ -338,9 +335,8 @@ def assert_answers_and_metrics_as_alone(
 @pytest.mark.long
 def test_a_rank_trains_in_its_planned_memory(world: World, folder: Path) -> None:
     """The steps' measured peaks, beyond what all ranks keep whole (embedding, head, norms), are as the plan's parts."""
-    words = settings(
-        world, folder, shape=HEADS | {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 768}
-    )
+    shape = HEADS | {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 768}
+    words = settings(world, folder, shape=shape)
     words += ["strategy=sharded", f"plan.shares={list(UNEVEN[world.size])}", "model.method=full", "train.steps=2"]
     words += ["plan.micro_batch_sizes=[1]", "train.global_batch_size=2", "data.valid=null", "evaluate.samples=0"]
     gc.collect()

@@ -41,11 +41,8 @@ def build(folder: Path, *words: str, **changes: Any) -> tuple[nn.Module, Config]
 
 
 def examples(count: int = 3) -> list[Example]:
-    rows = pairs(count, seed=2, vocab_size=20, longest=5)
-    return [
-        Example(i, np.array(r["prompt_ids"]), (np.array(r["chosen_ids"]), np.array(r["rejected_ids"])))
-        for i, r in enumerate(rows)
-    ]
+    rows = [map(np.array, row.values()) for row in pairs(count, seed=2, vocab_size=20, longest=5)]
+    return [Example(i, prompt, (chosen, rejected)) for i, (prompt, chosen, rejected) in enumerate(rows)]
 
 
 def merged(parameters: dict[str, np.ndarray], scale: float) -> dict[str, np.ndarray]:
@@ -174,9 +171,8 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Logps:
 
 @pytest.mark.parametrize(("loss", "compiled"), [*((loss, False) for loss in LOSSES), ("sigmoid", True), ("sft", True)])
 def test_loss_and_every_gradient_equal_float64(tmp_path: Path, known: Logps, loss: str, compiled: bool) -> None:
-    model, settings = build(
-        tmp_path, f"train.loss={loss}", "train.max_grad_norm=null", f"train.compile={compiled}", "train.beta=0.5"
-    )
+    words = [f"train.loss={loss}", "train.max_grad_norm=null", f"train.compile={compiled}", "train.beta=0.5"]
+    model, settings = build(tmp_path, *words)
     batch, reference = examples(), reference_logps(3)
     assert all(np.array_equal(known.parameters[name], array) for name, array in tree_flatten(model.parameters()))
     result, gradients = step_gradients(model, settings, batch, reference, sizes=[2, 1])
@@ -189,9 +185,8 @@ def test_loss_and_every_gradient_equal_float64(tmp_path: Path, known: Logps, los
     by_logps = float64.numerical_gradient(loss_now, logps)
     expected = {name: (slopes * by_logps).sum(axis=(-2, -1)) for name, slopes in known.slopes.items()}
     _, limits = rounding.expected_and_limits(model, results_of(model, settings, batch, reference, [2, 1]))
-    rounding.assert_within(
-        [{"loss": result.means["loss"]}, gradients], [{"loss": np.array(loss_now())}, expected], limits
-    )
+    found = [{"loss": result.means["loss"]}, gradients]
+    rounding.assert_within(found, [{"loss": np.array(loss_now())}, expected], limits)
 
 
 def test_gradients_of_weighted_pairs_equal_float64_with_the_weights_held(tmp_path: Path) -> None:
@@ -200,17 +195,13 @@ def test_gradients_of_weighted_pairs_equal_float64_with_the_weights_held(tmp_pat
     result, gradients = step_gradients(model, settings, batch, reference, sizes=[1, 1])
     parameters = {name: np.array(a, np.float64) for name, a in tree_flatten(model.parameters())}
     start = merged(parameters, settings.model.scale)
-    weights = [
-        [float64.wpo_weight(start, e.prompt_ids.tolist(), c.tolist(), HEADS, KV_HEADS) for c in e.completions]
-        for e in batch
-    ]
+    rows = [[(e.prompt_ids.tolist(), completion.tolist()) for completion in e.completions] for e in batch]
+    weights = [[float64.wpo_weight(start, *row, HEADS, KV_HEADS) for row in of] for of in rows]
+    train, scale = settings.train, settings.model.scale
 
     def loss_now() -> float:
-        one_by_one = (
-            float64_loss(parameters, [e], reference[i : i + 1], settings.train, settings.model.scale)
-            for i, e in enumerate(batch)
-        )
-        return sum(w * lost * loss for (w, lost), loss in zip(weights, one_by_one, strict=True)) / len(batch)
+        losses = [float64_loss(parameters, [e], reference[i : i + 1], train, scale) for i, e in enumerate(batch)]
+        return sum(w * lost * loss for (w, lost), loss in zip(weights, losses, strict=True)) / len(batch)
 
     names = [name for name in gradients if "self_attn.q_proj" in name]
     expected = {name: float64.numerical_gradient(loss_now, parameters[name]) for name in names}
@@ -269,9 +260,8 @@ def test_a_non_finite_batch_leaves_weights_and_optimizer_alone(tmp_path: Path) -
     optimizer.init(model.trainable_parameters())
 
     def digests() -> list[str]:
-        return [
-            adapter_files.digest(dict(tree_flatten(tree))) for tree in (model.trainable_parameters(), optimizer.state)
-        ]
+        trees = (model.trainable_parameters(), optimizer.state)
+        return [adapter_files.digest(dict(tree_flatten(tree))) for tree in trees]
 
     before, step = digests(), Step(model, optimizer, settings.train, World())
     assert step(0, 1e-4, [(collate(examples(), 8, True), np.full((3, 2), np.nan, np.float32))]).skipped

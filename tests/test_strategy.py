@@ -89,9 +89,8 @@ def test_auto_trains_in_parts_where_a_limit_is_written_down(
     name = f"{host_name()}-{world.rank}"
     machine = Machine(host=name, device_name="chip", device="cpu")
     curve = BatchCurve(points=points, memory_limit_bytes=limit)
-    write_calibration(
-        folder / "calibration" / f"{name}.json", HostCalibration(machine=machine, curves=(curve,), links=(link,))
-    )
+    stored = HostCalibration(machine=machine, curves=(curve,), links=(link,))
+    write_calibration(folder / "calibration" / f"{name}.json", stored)
     world.gather_text("written")
     capsys.readouterr()
     # Micro-batches are given: of a model this small a pair's activations take more than all weights, and no part of it fits.
@@ -112,9 +111,8 @@ def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
     world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 is said to be three times as fast: the shares follow, and the weights are those of one rank."""
-    words = settings(
-        world, folder, "train.steps=16", "checkpoint.every=1", "checkpoint.keep=20", "strategy=synchronous"
-    )
+    often = ["train.steps=16", "checkpoint.every=1", "checkpoint.keep=20"]
+    words = settings(world, folder, *often, "strategy=synchronous")
     observe = Schedule.observe
 
     def invented(self: Schedule, step: int, tokens: Sequence[float], measured: Sequence[float]) -> ClusterPlan | None:
@@ -170,10 +168,10 @@ def test_two_hosts_plan_the_same_where_one_was_never_calibrated(
     # A restart divides the work by what was measured then.
     monkeypatch.setattr(hardware, "quick_gflops", lambda: [50.0, 100.0][world.rank])
     run = folder / "run"
-    with world.agreeing("writing the plan"):
-        if world.rank == 0:
-            run.mkdir()
-            (run / "plan.json").write_text(json.dumps(first.to_dict()))
+    if world.rank == 0:
+        run.mkdir()
+        (run / "plan.json").write_text(json.dumps(first.to_dict()))
+    world.gather_text("written")
     again = planned(["fast", "new"], run)
     assert again.shares == first.shares and again.basis.matmul_gflops == {"fast": [90.0], "new": [30.0]}
     assert planned(["fast", "third"], run).basis.matmul_gflops == {"fast": [50.0], "third": [100.0]}

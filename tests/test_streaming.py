@@ -24,11 +24,8 @@ TOKENIZER = byte_level(CORPUS)
 
 
 def record(i: int) -> dict[str, str]:
-    return {
-        "prompt": f"What is {i} + {i * i}? " * (1 + i % 2),
-        "chosen": f"The answer é is {i + i * i}.",
-        "rejected": "Blue" * (i % 7) + f" {i}",
-    }
+    answers = {"chosen": f"The answer é is {i + i * i}.", "rejected": "Blue" * (i % 7) + f" {i}"}
+    return {"prompt": f"What is {i} + {i * i}? " * (1 + i % 2), **answers}
 
 
 RECORDS = [record(i) for i in range(60)]

@@ -59,9 +59,7 @@ def test_a_run_fits_its_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     raw = at_terminal(monkeypatch, words, 80)
     assert COLOURS.search(raw) and "━" in raw
     lines = [line.rstrip(" ") for line in re.split(r"[\r\n]+", CODES.sub("", raw))]
-    assert all(cell_len(line) <= 80 or re.match("(try|serve|see) it ", line) for line in lines), max(
-        lines, key=cell_len
-    )
+    assert not [line for line in lines if cell_len(line) > 80 and not re.match("(try|serve|see) it ", line)]
     text = "\n".join(lines)
     assert re.search(r"step 6/6  ━+  loss 0\.\d{4}  acc .* pairs/s  in 0:\d\d", text), text[-3000:]
     assert "evaluating ..." in text and "held out 6/6  loss" in text and "…" not in text
@@ -132,18 +130,8 @@ def test_the_progress_line_keeps_what_matters(total: int) -> None:
     assert "evaluating ..." in meter.shown(80, "━━").plain
 
 
-RECORD = {
-    "kind": "step",
-    "reward_accuracy": 1.0,
-    "reward_margin": -0.123,
-    "kl": 0.1,
-    "pairs": 64,
-    "pairs_per_second": 64.0,
-    "step_seconds": 1.0,
-    "tokens_per_second": 900.0,
-    "peak_memory_bytes": 10**9,
-    "learning_rate": 1e-4,
-}
+RECORD = {"kind": "step", "reward_accuracy": 1.0, "reward_margin": -0.123, "kl": 0.1, "pairs": 64, "step_seconds": 1.0}
+RECORD |= {"pairs_per_second": 64.0, "tokens_per_second": 900.0, "peak_memory_bytes": 10**9, "learning_rate": 1e-4}
 
 
 def test_signs_that_an_output_cannot_write_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -362,10 +362,8 @@ def test_evaluate_command_agrees_with_the_run(tmp_path: Path, capsys: pytest.Cap
     summary, lines = tiny.summary(run), tiny.read_jsonl(out)
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(lines) == 7
-    # All are made of log-probabilities.
-    limit = rounding.roundoff(48) * max(
-        abs(line[f"policy_{side}_logp"]) for line in lines for side in ("chosen", "rejected")
-    )
+    logps = [abs(line[f"policy_{side}_logp"]) for line in lines for side in ("chosen", "rejected")]
+    limit = rounding.roundoff(48) * max(logps)  # all are made of log-probabilities
     for key in ("loss", "reward_accuracy", "reward_margin", "kl"):
         assert printed[key] == pytest.approx(summary[key], rel=0, abs=limit)
     for line in lines:
@@ -392,13 +390,11 @@ def test_per_pair_figures_equal_float64(tmp_path: Path) -> None:
     for record in records:
         row = {}
         for name, path in (("policy", policy), ("reference", reference)):
-            weights = {
-                key: np.array(array, np.float64) for key, array in mx.load(str(path / "model.safetensors")).items()
-            }
+            stored = mx.load(str(path / "model.safetensors")).items()
+            weights, prompt = {key: np.array(array, np.float64) for key, array in stored}, record["prompt_ids"]
             for side in ("chosen", "rejected"):
-                row[f"{name}_{side}_logp"] = float64.completion_logp(
-                    weights, record["prompt_ids"], record[f"{side}_ids"], 4, 2
-                )
+                logp = float64.completion_logp(weights, prompt, record[f"{side}_ids"], 4, 2)
+                row[f"{name}_{side}_logp"] = logp
         row["reward_chosen"] = 0.3 * (row["policy_chosen_logp"] - row["reference_chosen_logp"])
         row["reward_rejected"] = 0.3 * (row["policy_rejected_logp"] - row["reference_rejected_logp"])
         row["loss"] = float(np.log1p(np.exp(-(row["reward_chosen"] - row["reward_rejected"]))))

@@ -84,9 +84,8 @@ def test_every_layer_has_the_rank_and_scale_of_the_first_pattern_that_ends_its_n
     path = tiny.stored_model(tmp_path)
     plain = ranks_and_scales(trained(path, *words)[0])
     stabilised = ranks_and_scales(trained(path, *words, "model.use_rslora=true", "model.alpha_pattern={q_proj: 32}")[0])
-    first, second, other = (
-        f"model.layers.{name}" for name in ("0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.up_proj")
-    )
+    names = ("0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.up_proj")
+    first, second, other = (f"model.layers.{name}" for name in names)
     assert (plain[first], plain[second], plain[other]) == ((2, 4.0), (16, 0.5), (4, 2.0))
     expected = ((2, 32 / math.sqrt(2)), (16, 8.0), (4, 4.0))
     assert (stabilised[first], stabilised[second], stabilised[other]) == expected

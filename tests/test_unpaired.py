@@ -71,9 +71,8 @@ TRL = json.loads((tiny.ROOT / "tests/golden/trl.json").read_text())["unpaired"] 
 @pytest.mark.parametrize("name", UNPAIRED_LOSSES)
 def test_loss_gradients_and_metrics_are_those_of_trl(name: str) -> None:
     train = TrainSettings(loss=name, **(TRAIN if name == "kto" else {"beta": BETA}))
-    policy, reference = (
-        np.array([TRL[side], TRL[f"mismatched_{side}"]], np.float32).T for side in ("policy", "reference")
-    )
+    sides = [[TRL[side], TRL[f"mismatched_{side}"]] for side in ("policy", "reference")]
+    policy, reference = (np.array(side, np.float32).T for side in sides)
     wanted = TRL["figures"][name]
     ratios = (policy - reference)[:, int(name == "kto")]
     sums = mx.array([float(ratios.sum()), 6.0])
@@ -116,10 +115,8 @@ def step_gradients(
     """A step's result and its gradients; rewards: changed as the step does."""
     with_other, batches = settings.train.loss == "kto", []
     for part in parts_of(sizes):
-        own, mismatched = (
-            collate([dataclasses.replace(row, completions=row.completions[k : k + 1]) for row in rows[part]], 4, True)
-            for k in (0, 1)
-        )
+        each = [[dataclasses.replace(r, completions=r.completions[k : k + 1]) for r in rows[part]] for k in (0, 1)]
+        own, mismatched = (collate(one, 4, True) for one in each)
         batch = dataclasses.replace(own, mismatched=mismatched if with_other else None)
         batches.append((batch, reference[part, : 1 + with_other]))
     return gradients_of(model, settings, batches, rewards)

@@ -19,9 +19,9 @@ from lib.evaluate.evaluator import greedy
 from lib.model import load as load_module
 from lib.model import logps, long_attention, stream_trial, token_stream
 from lib.training import reference_model
-from tests import families, rounding
+from tests import families, rounding, tiny
 from tests.test_forward import draw, load, results_of
-from tests.tiny import ROOT, model_folder, train
+from tests.tiny import ROOT, model_folder
 
 QUICKSTART = str(ROOT / "configs/quickstart/model")
 
@@ -84,13 +84,15 @@ def test_blocks_equal_the_masked_square(window: int, behind: int, length: int) -
     q = mx.random.normal((2, 4, length, 8))
     k, v = mx.random.normal((2, 2, 2, behind + length, 8))
     mask = create_causal_mask(length, offset=behind, window_size=window)
-    (wanted,), expected = mx.vjp(
-        lambda q, k, v: mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=mask), [q, k, v], [mx.cos(q)]
-    )
-    (out,), gradients = mx.vjp(
-        lambda q, k, v: long_attention.local_attention(q, k, v, window, scale=0.3), [q, k, v], [mx.cos(q)]
-    )
-    for ours, theirs in zip([out, *gradients], [wanted, *expected], strict=True):
+
+    def plain(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=mask)
+
+    def blocks(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        return long_attention.local_attention(q, k, v, window, scale=0.3)
+
+    (wanted, expected), (out, gradients) = (mx.vjp(one, [q, k, v], [mx.cos(q)]) for one in (plain, blocks))
+    for ours, theirs in zip([*out, *gradients], [*wanted, *expected], strict=True):
         assert ours.shape == theirs.shape
         assert mx.linalg.norm(ours - theirs).item() <= 1e-5 * mx.linalg.norm(theirs).item() + 1e-6
 
@@ -128,14 +130,9 @@ def test_models_that_cannot_are_refused_in_a_line(tmp_path: Path) -> None:
 
 
 def test_a_run_trains_and_evaluates_with_a_window(tmp_path: Path) -> None:
-    from tests import tiny
-
-    words = tiny.settings(tmp_path, model__attention_window=4)
-    result = train(tmp_path, [*words, "run.name=narrow"])
-    assert "held out" in result.stdout
-    train(tmp_path, [*words, "run.name=whole-rows", "data.shared_prompts=false"])
-    train(tmp_path, [*words, "run.name=wide", "model.attention_window=null"])
-    runs = tmp_path / "runs"
-    limit = rounding.limit_of(runs / "narrow")
-    assert tiny.difference(runs / "narrow", runs / "whole-rows") <= limit
-    assert tiny.difference(runs / "narrow", runs / "wide") > 100 * limit
+    narrow = tiny.run(tmp_path, "narrow", model__attention_window=4)
+    assert tiny.records(narrow, "evaluation")
+    whole_rows = tiny.run(tmp_path, "whole-rows", model__attention_window=4, data__shared_prompts="false")
+    wide, limit = tiny.run(tmp_path, "wide"), rounding.limit_of(narrow)
+    assert tiny.difference(narrow, whole_rows) <= limit
+    assert tiny.difference(narrow, wide) > 100 * limit

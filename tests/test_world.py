@@ -42,9 +42,8 @@ def test_ranks_with_other_files_than_rank_0_stop_together(world: World, folder: 
             tiny.write_jsonl(folder / name, tiny.pairs(300, seed=5))
         for seed in (0, 1):
             path = tiny.model_folder(folder / f"model.reference{seed}")
-            models.load(ModelSettings(path=str(path), random_init=True), seed).save_weights(
-                str(path / "model.safetensors")
-            )
+            model = models.load(ModelSettings(path=str(path), random_init=True), seed)
+            model.save_weights(str(path / "model.safetensors"))
     world.gather_text("written")
     words += [f"model.reference={folder}/model.reference{int(world.rank == 1 and place == 'model.reference')}"]
     words += [f"{place}={folder}/{place}"] * (world.rank == 1 and place.startswith("data."))
@@ -134,7 +133,7 @@ def test_logs_of_other_disks_come_to_rank_0_and_those_of_the_same_disk_do_not(
     here, last = folder / "here" / "logs", world.size - 1
     copies = [path.relative_to(here).as_posix() for path in here.rglob("*.jsonl")]
     assert sorted(copies) == sorted(
-        [f"rank-{r:03d}.jsonl" for r in range(last)] + [f"host-{last}/rank-{last:03d}.jsonl"]
+        [*(f"rank-{r:03d}.jsonl" for r in range(last)), f"host-{last}/rank-{last:03d}.jsonl"]
     )
     own = folder / "there" / "logs" / f"rank-{last:03d}.jsonl"
     assert (here / f"host-{last}" / own.name).read_bytes() == own.read_bytes()
