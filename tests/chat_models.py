@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 FOLDER = Path(__file__).resolve().parent / "templates"
@@ -49,12 +49,8 @@ def build(template: str, about: dict[str, Any]) -> PreTrainedTokenizerFast:
     model = models.BPE(stored["vocab"], merges, byte_fallback=kind.startswith("metaspace"), fuse_unk=True)
     made = Tokenizer(model)
     if kind == "byte_level":
-        made.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(_regex(SPLIT), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
+        of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), of_bytes])
         made.decoder = decoders.ByteLevel()
     elif kind == "metaspace":  # Llama 2's, Mistral's and Phi-3's: a space before the first word of a text
         made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -64,21 +60,12 @@ def build(template: str, about: dict[str, Any]) -> PreTrainedTokenizerFast:
         made.decoder = _spm_decoder()
     else:  # metaspace-bare, Gemma's: none
         made.normalizer = normalizers.Replace(" ", "▁")
-        made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        made.decoder = _spm_decoder(opens=False)
     texts = dict.fromkeys([about.get("bos"), about["eos"], *about.get("ends", ()), *TOKENS.findall(template)])
     rstrip = about.get("rstrip", ())
-    made.add_tokens(
-        [
-            AddedToken(
-                text,
-                special=not re.search(r"think|tool_call>|tool_response>", text),
-                normalized=False,
-                rstrip=text in rstrip,
-            )
-            for text in texts
-            if text is not None
-        ]
-    )
+    for text in filter(None, texts):
+        special = not re.search(r"think|tool_call>|tool_response>", text)
+        made.add_tokens([AddedToken(text, special=special, normalized=False, rstrip=text in rstrip)])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=made, bos_token=about.get("bos"), eos_token=about["eos"])
     wrapped.chat_template = template
     return wrapped
@@ -89,13 +76,6 @@ def end_ids(tokenizer: PreTrainedTokenizerFast, about: dict[str, Any]) -> set[in
     return {tokenizer.convert_tokens_to_ids(text) for text in (about["eos"], *about.get("ends", ()))}
 
 
-def _regex(pattern: str) -> Any:
-    from tokenizers import Regex
-
-    return Regex(pattern)
-
-
-def _spm_decoder() -> decoders.Decoder:
-    return decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+def _spm_decoder(opens: bool = True) -> decoders.Decoder:
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if opens else [])])

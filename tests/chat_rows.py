@@ -11,20 +11,9 @@ from tests import chat_models
 SYSTEM = {"role": "system", "content": "You are terse."}
 USER = {"role": "user", "content": "What is 12 + 30?"}
 TURNS = [USER, {"role": "assistant", "content": "It is 42."}, {"role": "user", "content": "And 2 * 21?"}]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "The weather of a place.",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string", "description": "Its name."}},
-                "required": ["city"],
-            },
-        },
-    }
-]
+CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "Its name."}}, "required": ["city"]}
+WEATHER_OF = {"name": "get_weather", "description": "The weather of a place.", "parameters": CITY}
+TOOLS = [{"type": "function", "function": WEATHER_OF}]
 CALL = {"id": "call12345", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
 WEATHER = {"role": "user", "content": "How is the weather in Oslo?"}
 RESULT = {"role": "tool", "name": "get_weather", "tool_call_id": "call12345", "content": "rain, 8 degrees"}
@@ -77,12 +66,10 @@ def rows() -> dict[str, dict[str, Any]]:
         "tool result": ([WEATHER, *call_only, RESULT], _said("Rain, 8 degrees."), _said("Sun.")),
     }
     found = {}
-    for kinds, tools in ((plain, None), (with_tools, TOOLS)):
-        for kind, (prompt, chosen, rejected) in kinds.items():
-            thinks = any(map(has_reasoning, [*chosen, *rejected]))
-            given = {"enable_thinking": thinks, "date_string": "26 Jul 2024"}
-            row = {"prompt": prompt, "completions": [chosen, rejected], "tools": tools}
-            found[kind] = {**row, "chat_template_kwargs": given}
+    for kind, (prompt, *completions) in (plain | with_tools).items():
+        given = {"enable_thinking": any(map(has_reasoning, sum(completions, []))), "date_string": "26 Jul 2024"}
+        row = {"prompt": prompt, "completions": completions, "tools": TOOLS if kind in with_tools else None}
+        found[kind] = {**row, "chat_template_kwargs": given}
     return found
 
 
@@ -109,14 +96,9 @@ def encode(encoder: Encoder, chat: Chat) -> Encoded | Unusable:
 
 def differences(name: str, tokenizer: Any, about: dict[str, Any], golden: dict[str, Any]) -> dict[str, str]:
     """Kinds of rows that differ from TRL's ids, and how."""
-    encoder = encoder_of(tokenizer, about)
-    kinds = rows()
-    made = [encode(encoder, chat_of(row)) for row in kinds.values()]
-    found = {}
-    for (kind, row), ours in zip(kinds.items(), made, strict=True):
-        theirs = golden[f"{name} {kind}"]
-        why = _difference(row, ours, theirs, tokenizer, encoder)
-        if why:
+    encoder, found = encoder_of(tokenizer, about), {}
+    for kind, row in rows().items():
+        if why := _difference(row, encode(encoder, chat_of(row)), golden[f"{name} {kind}"], tokenizer, encoder):
             found[kind] = why
     return found
 

@@ -53,9 +53,7 @@ if LAUNCH.size > 1:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # as in a script's background: what tests start must hear Ctrl-C
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a script's background: what tests start must hear it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if LAUNCH.size > 1:
         config.option.with_mpi = True  # without it pytest-mpi skips the marked tests, and the run passes

@@ -18,29 +18,18 @@ from lib.model.adapter_files import write_arrays
 from lib.model.peft_adapters import unstacked
 from tests import tiny
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 128,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "eos_token_id": 1,
-}
-EXPERTS = {
-    "hidden_size": 64,  # mlx-lm quantises routers in groups of 64
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-}
+SHAPE: dict[str, Any] = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rope_theta": 10000.0}
+SHAPE |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "eos_token_id": 1}
+WIDE = {
+    "hidden_size": 64
+}  # mlx-lm quantises routers in groups of 64; whose root is exact in bfloat16, as Gemma rounds it
+EXPERTS = {**WIDE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+EXPERTS |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+LOCAL = {**WIDE, "num_local_experts": 4, "num_experts_per_tok": 2}
 GEMMA = {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+SCALED = {"query_pre_attn_scalar": 16, "sliding_window": 64, **GEMMA}
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -51,40 +40,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "qwen3-tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 16, **EXPERTS},
-    "mixtral": {
-        "model_type": "mixtral",
-        "hidden_size": 64,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": None,
-    },
+    "mixtral": {"model_type": "mixtral", **LOCAL, "sliding_window": None},
     "gemma": {"model_type": "gemma", "num_key_value_heads": 1, **GEMMA},
-    "gemma2": {
-        "model_type": "gemma2",
-        "query_pre_attn_scalar": 16,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "sliding_window": 64,
-        **GEMMA,
-    },
-    "gemma3_text": {
-        "model_type": "gemma3_text",
-        "hidden_size": 64,  # whose root is exact in bfloat16, to which mlx-lm rounds it
-        "query_pre_attn_scalar": 16,
-        "sliding_window": 64,
-        "sliding_window_pattern": 2,
-        "rope_local_base_freq": 10000.0,
-        **GEMMA,
-    },
-    "gpt_oss": {
-        "model_type": "gpt_oss",
-        "hidden_size": 64,
-        "head_dim": 16,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 64,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    },
+    "gemma2": {"model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **SCALED},
+    "gemma3_text": {"model_type": "gemma3_text", **WIDE, **SCALED}
+    | {"sliding_window_pattern": 2, "rope_local_base_freq": 10000.0},
+    "gpt_oss": {"model_type": "gpt_oss", **LOCAL, "head_dim": 16, "sliding_window": 64, "layer_types": SLIDING},
     "phi3": {"model_type": "phi3", "pad_token_id": 0, "original_max_position_embeddings": 128},
 }
 
@@ -112,10 +73,8 @@ def base_model(
     (folder / "config.json").write_text(json.dumps(stored))
     model, loaded = load_model(folder, lazy=True, strict=False)
     random = np.random.RandomState(seed)
-    arrays = {
-        name: mx.array(drawn(array.shape, name, random)).astype(getattr(mx, dtype))
-        for name, array in sorted(tree_flatten(model.parameters()))
-    }
+    shapes = [(name, array.shape) for name, array in sorted(tree_flatten(model.parameters()))]
+    arrays = {name: mx.array(drawn(shape, name, random)).astype(getattr(mx, dtype)) for name, shape in shapes}
     if bits is None and not as_converted:
         checkpoint = dict(unstacked(arrays))
         described = {name: (array.shape, array.dtype) for name, array in checkpoint.items()}
@@ -132,7 +91,7 @@ def base_model(
 def settings_of(folder: Path, base: Path, **changes: Any) -> Config:
     """The settings of a run of this model on a few rows."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = tiny.write_jsonl(folder / "valid.jsonl", list(tiny.pairs(5, seed=3)))
+    rows = tiny.write_jsonl(folder / "valid.jsonl", tiny.pairs(5, seed=3))
     words = {"model.path": base, "data.train": rows, "data.valid": rows, "model.rank": 4, **changes}
     return config.load(tiny.config_file(folder), [f"{key}={value}" for key, value in words.items()])
 

@@ -16,17 +16,9 @@ from lib.plan.plan import ClusterPlan
 from lib.plan.strategy import plan
 from lib.system.hardware import Machine
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+LLAMA_8B = {"model_type": "llama", "torch_dtype": "bfloat16", "tie_word_embeddings": False, "vocab_size": 128256}
+LLAMA_8B |= {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336}
+LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8}
 SHAPE = model_shape_of(LLAMA_8B)  # 16.06 GB of weights
 KEY = CurveKey(model="m", method="lora", dtype="float32", sequence_length=128)
 ROWS = Rows(prompt=512, seen=1024, tokens=1536, scored=1024)

@@ -66,7 +66,6 @@ def test_a_word_of_a_mapping_may_stand_for_a_string() -> None:
         ("checkpoint.interval_steps=5", "; checkpoint has every, keep, final"),
         ("train.beta=-1", "train.beta: input should be greater than or equal to 0"),
         ("model.dtype=int8", "'float32', 'bfloat16' or 'float16'"),
-        ("plan.shares=[6,1]", "sum to 7, but train.global_batch_size is 16"),
         ("train.learning_rate_scaling=sqrt", "needs train.learning_rate_batch_size"),
         ("train.steps=5 # for now", "train.steps=5 # for now: YAML reads no further than the # of a comment"),
         ("run.name=../escape", "run.name: should be letters, digits, dots, - and _, and begin with a letter or digit"),
@@ -106,25 +105,39 @@ def test_settings_that_do_not_go_together_are_refused(words: str, expected: str)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (
-            "model: {path: m}\ndata: {train: t}\ntrain: {learning_rat: 1}",
-            "x.yaml:3: unknown setting train.learning_rat; did you mean train.learning_rate?",
-        ),
-        ("model: {path: m}\ndata: {train: t}\ntrain:\n  beta: strong", "x.yaml:4: train.beta"),
-        ("model: {path: m}\nmodel: {path: n}\ndata: {train: t}", "x.yaml:2: model is given twice"),
-        (
-            "model: {path: m}\ndata: {train: t}\non: 1",
-            "x.yaml:3: YAML takes the name on for a value (bool); put quotes",
-        ),
-        ("- a", "not a mapping"),
+        ("train: {learning_rat: 1}", "x.yaml:3: unknown setting train.learning_rat; did you mean train.learning_rate?"),
+        ("train:\n  beta: strong", "x.yaml:4: train.beta"),
+        ("model: {path: n}", "x.yaml:3: model is given twice"),
+        ("on: 1", "x.yaml:3: YAML takes the name on for a value (bool); put quotes"),
+        ("train.beta: 0.2", ":3: unknown setting train.beta; write train.beta=VALUE, in a file beta: below train:"),
     ],
 )
-def test_a_wrong_file_names_its_line(tmp_path: Path, text: str, expected: str) -> None:
-    path = tmp_path / "x.yaml"
+def test_a_wrong_line_of_a_file_is_named(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in refusal(tmp_path / "x.yaml", f"model: {{path: m}}\ndata: {{train: t}}\n{text}")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("- a", "not a mapping"),
+        ("modle: {path: m}\ndata: {train: t}\n", "x.yaml:1: unknown setting modle; did you mean model?; "),
+        ("data: {train: t}\n", "x.yaml: model.path is required; give it in the file or as model.path=..."),
+        ("base_model: x\nmicro_batch_size: 2\nlora_r: 8\nsequence_len: 512\n", "did you mean model.path?"),
+        ("model: org/name\n", "model is a section, not 'org/name'; write its settings below it"),
+    ],
+)
+def test_a_file_of_another_form_is_refused_in_one_line(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in refusal(tmp_path / "x.yaml", text)
+
+
+def refusal(path: Path, text: str) -> str:
+    """What is said of a file with this text."""
     path.write_text(text)
     with pytest.raises(UserError) as error:
         load_module.load(path)
-    assert expected in str(error.value) and "\n" not in str(error.value)
+    said = str(error.value)
+    assert "\n" not in said and len(said.replace(str(path), "x.yaml")) < 500
+    return said
 
 
 def test_a_section_whose_settings_are_all_commented_out_has_its_defaults(tmp_path: Path) -> None:

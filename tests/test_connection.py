@@ -84,8 +84,7 @@ def test_a_message_too_large_or_not_json_ends_the_connection(monkeypatch: pytest
 
 
 def test_connect_waits_for_a_listener_until_its_limit() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(ConnectionError, match=f"127.0.0.1:{port} did not answer within 0.3 s"):
         connect("127.0.0.1", port, KEY, 0.3)

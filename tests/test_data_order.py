@@ -120,12 +120,10 @@ def test_assign_balances_tokens_and_pads_less_than_rows_dealt_one_by_one(seed, s
     assert slowest <= 1.01 * lengths.mean()
 
 
-@given(
-    st.integers(1, 120),
-    st.lists(shares_lists, min_size=1, max_size=4),
-    st.lists(st.integers(0, 40), max_size=3),
-    st.integers(1, 16),
-)
+worlds_lists, stops_lists = st.lists(shares_lists, min_size=1, max_size=4), st.lists(st.integers(0, 40), max_size=3)
+
+
+@given(st.integers(1, 120), worlds_lists, stops_lists, st.integers(1, 16))
 def test_every_example_once_an_epoch_through_resumes_on_other_worlds(count, worlds, stops, batch_size):
     """Training stops after some steps and goes on elsewhere with other shares, from the position alone."""
     lengths = np.random.default_rng(count).integers(1, 500, count)

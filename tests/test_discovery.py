@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from lib.launch import command as launcher
 from lib.launch import discovery, hostfile
 from lib.launch.hostfile import Host
 from lib.system.os_commands import Completed
+from tests import tiny
 from tests.cluster import Host as Node
 from tests.tiny import ROOT
 
@@ -65,37 +67,27 @@ def test_the_file_of_machines_can_be_read() -> None:
     assert "ips" not in discovery.text_of([joined[0], machine("bb")], {}), "one of them is not on the bridge"
 
 
+DENIED = Completed(255, "", "x\nme@a: Permission denied (publickey).\n")
+
+
 @pytest.mark.parametrize(
     ("done", "said"),
     [
-        (
-            Completed(255, "", "x\nme@a: Permission denied (publickey).\n"),
-            "a: me@a: Permission denied .*; ssh-copy-id a$",
-        ),
+        (DENIED, "a: me@a: Permission denied .*; ssh-copy-id a$"),
         (Completed(None, "host=a\n", ""), "a: no answer within 10 s$"),
         (Completed(1, "This service allows sftp only\n", ""), "a: no shell that answers; ping"),
     ],
 )
-def test_who_does_not_answer_is_named_with_the_reason(
-    done: Completed, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_does_not_answer_is_named_with_the_reason(done: Completed, said: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(discovery.os_commands, "run", lambda words, seconds: done)
     assert re.search(said, discovery.ask_machine("a", "/x", is_here=False)["error"])
 
 
-def tool(folder: Path, name: str, script: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
-    (folder / name).chmod(0o755)
-
-
 def test_tools_are_asked_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    (tmp_path / "avahi").write_text(AVAHI)
-    for name, text in (("browse", BROWSE), ("arp.txt", ARP)):
-        (tmp_path / name).write_text(text)
-    tool(tmp_path, "avahi-browse", f"cat {tmp_path}/avahi; sleep 50")
-    tool(tmp_path, "dns-sd", f"cat {tmp_path}/browse; sleep 50")
-    tool(tmp_path, "arp", f"cat {tmp_path}/arp.txt")
+    for name, text, more in (("avahi-browse", AVAHI, "; sleep 50"), ("dns-sd", BROWSE, "; sleep 50"), ("arp", ARP, "")):
+        (tmp_path / f"{name}.txt").write_text(text)
+        tiny.script(tmp_path / name, f"cat {tmp_path}/{name}.txt{more}")
     monkeypatch.setattr(discovery, "BROWSE_SECONDS", 0.7)
     names = discovery.candidates(tmp_path)
     assert names == ["mac-a.invalid", "10.0.0.1", "Annas-Mac-Studio.local", "169.254.12.3", "10.9.0.2"]
@@ -111,7 +103,7 @@ def emit(node: Node, home: Path, words: Sequence[str] = ()) -> tuple[int, str, s
 def test_machines_that_answer_become_a_host_file(three_hosts: list[Node], tmp_path: Path) -> None:
     (tmp_path / ".ssh").mkdir()
     (tmp_path / ".ssh" / "config").write_text("Host host-b 10.77.0.2 host-nobody\nHost *\n  User root\n")
-    tool(tmp_path, "avahi-browse", "echo '=;eth0;IPv4;c;_ssh._tcp;local;host-c;10.77.0.3;22;'")
+    tiny.script(tmp_path / "avahi-browse", "echo '=;eth0;IPv4;c;_ssh._tcp;local;host-c;10.77.0.3;22;'")
     status, text, errors = emit(three_hosts[0], tmp_path)
     assert status == 0, errors
     hosts = hostfile.parse(text, "here").hosts

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.tiny import ROOT
+from tests.tiny import ROOT, script
 
-ECHO = '#!/bin/sh\nprintf "%s\\n" entered "$@"\n'
+ECHO = 'printf "%s\\n" entered "$@"'
 
 
 def is_run(path: Path) -> bool:
@@ -55,20 +55,18 @@ def venv(checkout: Path) -> Any:
     """Makes the checkout's .venv/bin/python of a script, or a link to this environment; gone after the test."""
     folder = checkout / ".venv"
 
-    def make(script: str | None = None, mode: int = 0o755) -> Path:
-        if script is None:
+    def make(does: str | None = None) -> Path:
+        if does is None:
             folder.symlink_to(sys.prefix)
         else:
             (folder / "bin").mkdir(parents=True)
-            (folder / "bin" / "python").write_text(script)
-            (folder / "bin" / "python").chmod(mode)
+            script(folder / "bin/python", does)
         return folder / "bin" / "python"
 
     yield make
     if folder.is_symlink():
         folder.unlink()
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def run(*words: Any, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -103,7 +101,7 @@ def test_the_real_environment_is_entered_once(bare: Path, checkout: Path, venv: 
 
 def test_an_environment_that_is_broken_is_one_line(bare: Path, checkout: Path, venv: Any) -> None:
     again = "make clean, then make setup"
-    python = venv(f'#!/bin/sh\nexec {bare} "$@"\n')  # not the interpreter that it says it is: no second try
+    python = venv(f'exec {bare} "$@"')  # not the interpreter that it says it is: no second try
     one_line(run(bare, "train.py", cwd=checkout), "lacks mlx", again)
     python.write_text("\x00\x01")
     one_line(run(bare, "train.py", cwd=checkout), f"{python} does not start (Exec format error)", again)

@@ -4,16 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from lib.distributed.connection import KEY_VARIABLE, new_key
 from lib.distributed.heartbeat import WATCHER, Watcher
+from tests.tiny import ROOT, wait_for
 
-ROOT = Path(__file__).parents[1]
 RANK = """
 import sys, time
 from lib.distributed import heartbeat
@@ -34,13 +32,6 @@ def watcher() -> Iterator[Watcher]:
 
 def start(rank: int, code: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", RANK + code, str(rank)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def test_a_rank_that_ends_is_no_fault_and_its_facts_stay(watcher: Watcher) -> None:
@@ -71,6 +62,5 @@ def test_a_rank_ends_with_its_launcher(watcher: Watcher) -> None:
     rank = start(0, "time.sleep(600)")
     wait_for(lambda: 0 in watcher.states)
     watcher.close()
-    assert rank.wait(60) == 1
-    assert rank.stderr is not None
+    assert rank.wait(60) == 1 and rank.stderr is not None
     assert "the launcher is gone" in rank.stderr.read()

@@ -1,7 +1,6 @@
 """Names from other trainers are refused with ours in the same line."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -58,25 +57,3 @@ def test_words_that_hints_give_are_accepted() -> None:
 )
 def test_the_line_that_refuses_a_name_has_ours(words: str, hint: str) -> None:
     assert hint in said_of(*words.split())
-
-
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("modle: {path: m}\ndata: {train: t}\n", "x.yaml:1: unknown setting modle; did you mean model?; "),
-        ("data: {train: t}\n", "x.yaml: model.path is required; give it in the file or as model.path=..."),
-        ("base_model: x\nmicro_batch_size: 2\nlora_r: 8\nsequence_len: 512\n", "did you mean model.path?"),
-        ("model: org/name\n", "model is a section, not 'org/name'; write its settings below it"),
-        (
-            "model: {path: m}\ndata: {train: t}\ntrain.beta: 0.2\n",
-            ":3: unknown setting train.beta; write train.beta=VALUE, in a file beta: below train:",
-        ),
-    ],
-)
-def test_a_file_for_another_trainer_is_refused_in_one_line(tmp_path: Path, text: str, hint: str) -> None:
-    path = tmp_path / "x.yaml"
-    path.write_text(text)
-    with pytest.raises(UserError) as error:
-        load_module.load(path)
-    said = str(error.value)
-    assert hint in said and "\n" not in said and len(said.replace(str(path), "x.yaml")) < 500

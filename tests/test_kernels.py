@@ -6,7 +6,7 @@ import io
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -84,42 +84,29 @@ def on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def compiled_once(
-    tmp_path: Path,
-    words: Sequence[str] = (),
-    meanwhile: Callable[[], object] = lambda: None,
-    longest: int = 12,
-    rank: int = 0,
-    hosts: Sequence[str] = ("one",),
-    rows: int | None = 4,
+    tmp_path: Path, words: Sequence[str] = (), rank: int = 0, hosts: Sequence[str] = ("one",), rows: int | None = 4
 ) -> list[str]:
     """What a rank is told while it loads its model."""
     model, data = tiny.model_folder(tmp_path / "model"), tmp_path / "train.jsonl"
-    tiny.write_jsonl(data, list(tiny.pairs(rows or 4, longest=longest)))
+    tiny.write_jsonl(data, tiny.pairs(rows or 4))
     settings, told = load.load(None, [f"model.path={model}", f"data.train={data}", *words]), list[str]()
     known = None if rows is None else load_dataset(str(data), settings.data, "preference", None)  # else they stream
     world = dataclasses.replace(World(), rank=rank, size=len(hosts))
     with kernels.compiled(settings.model, settings.train, settings.data, known, world, hosts, told.append):
-        meanwhile()
+        pass
     return told
-
-
-def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> None:
-    """One part, which a script plays."""
-    monkeypatch.setattr(kernels, "PARTS", {"update": kernels.update})
-    python(tmp_path, monkeypatch, script)
 
 
 def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
     """What the processes of the parts do instead."""
-    (tmp_path / "python").write_text(f"#!/bin/sh\n{does}\n")
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sys, "executable", str(tiny.script(tmp_path / "python", does)))
 
 
 def test_kernels_are_compiled_once_for_a_kind_of_model_and_loss(
     on_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    play(monkeypatch, tmp_path, 'sleep 0.3; cd "$MLX_PTX_CACHE_DIR"; pwd > $3.txt; cat > $3.ptx')
+    monkeypatch.setattr(kernels, "PARTS", {"update": kernels.update})
+    python(tmp_path, monkeypatch, 'sleep 0.3; cd "$MLX_PTX_CACHE_DIR"; pwd > $3.txt; cat > $3.ptx')
     (told,) = compiled_once(tmp_path)
     assert "compiling CUDA kernels" in told
     _, train, _, rows = pickle.loads((on_cuda / "update.ptx").read_bytes())

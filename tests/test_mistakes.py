@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -104,16 +105,8 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "data.train={d}/*.nothing", r"no file \(\*.jsonl"),
     ("train.py", "data.train={d}/empty.jsonl", "is empty: it has no records"),
     ("train.py", "data.train={d}/bad.jsonl", r"bad.jsonl:4: broken JSON at column 12"),
-    (
-        "train.py",
-        "data.train={d}/norejected.jsonl",
-        "norejected.jsonl:1: no column 'rejected'.*columns={rejected: COLUMN",
-    ),
-    (
-        "train.py",
-        "data.train={d}/columns.jsonl",
-        "columns: question, good, bad.; name yours with data.columns={chosen: COLUMN",
-    ),
+    ("train.py", "data.train={d}/norejected.jsonl", "jsonl:1: no column 'rejected'.*columns={rejected: COLUMN"),
+    ("train.py", "data.train={d}/columns.jsonl", "columns: question, good, bad.; .* data.columns={chosen: COLUMN"),
     ("train.py", "data.train={d}/binary.jsonl", "binary.jsonl:1: "),
     ("train.py", "data.train={d}/utf16.jsonl", "utf16.jsonl:1: not valid UTF-8: .* of UTF-16: iconv -f UTF-16"),
     ("train.py", "data.train={d}/notgz.jsonl.gz", "gzip stream .*Not a gzipped file"),
@@ -125,11 +118,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "data.train={d}/ids.jsonl", "ids.jsonl:1: token id 99999 is not below the vocabulary's size, 48"),
     ("train.py", "data.train={d}/text.jsonl", "its records are text, and the model has no tokenizer"),
     ("train.py", "data.train={d}/run.empty", r"run.empty: no file \(\*.jsonl"),
-    (
-        "train.py",
-        "data.valid={d}/none.jsonl",
-        "none.jsonl does not exist .*hold a part of data.train out with .*data.holdout=0.05",
-    ),
+    ("train.py", "data.valid={d}/none.jsonl", "none.jsonl does not exist .* out with .*data.holdout=0.05"),
     ("train.py", "data.holdout=0.1", "data.valid takes the place of what data.holdout"),
     # Models
     ("train.py", "model.path={d}/none", "no such folder .a hub name is of the form owner/name"),
@@ -153,16 +142,12 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("train.py", "--resume {d}/train.jsonl", "no run there .it has no config.yaml"),
     ("train.py", "--resume {d}/runs/done/config.yaml", "no run there"),
     ("train.py", "--resume {d}/run.empty", "no run there .it has no config.yaml"),
-    (
-        "train.py",
-        "--resume {d}/runs/done/checkpoints/step-00000001",
-        "of run .*/done; --resume .*/done goes on from its",
-    ),
+    ("train.py", "--resume {d}/runs/done/checkpoints/step-00000001", "of run .*/done; --resume .*/done goes on from"),
     ("train.py", "--resume {d}/link.checkpoint", "a checkpoint of run .*/done; --resume .*/done goes on from its"),
     (
         "train.py",
         "--resume {d}/runs/twice train.steps=1",
-        "a run of 1 steps is below the 2 steps made; give a larger train.steps",
+        "a run of 1 steps is below .*; give a larger train.steps",
     ),
     ("train.py", "--resume {d}/runs/done run.name=b", "goes on in .*/done; copy the folder, then --resume the copy"),
     ("train.py", "--resume {d}/runs/done run.dir={d}", "goes on in .*/done; copy the folder, then --resume the copy"),
@@ -183,7 +168,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     (
         "lib.dashboard",
         "--runs {d}/runs --port {port}",
-        r"cannot listen at 127.0.0.1:\d+ \(Address already in use\); give another --port",
+        r"cannot listen at 127.*in use\); give another --port",
     ),
     ("lib.server", "", "give either --run RUN or --model PATH"),
     ("lib.server", "--run {d}/none", "no run there"),
@@ -204,11 +189,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("launch", "--hostfile {d}/hosts.twice -- train.py", "names mac-a twice"),
     ("launch", "--hosts localhost --backend gloo -- train.py", "invalid choice: 'gloo'.*ring"),
     ("launch", "--hosts localhost:0 -- train.py", "slots .0.: Input should be greater"),
-    (
-        "launch",
-        "--hosts localhost --batch-size 8 -- train.py",
-        "after --, behind train.py; did you mean train.global_batch_size",
-    ),
+    ("launch", "--hosts localhost --batch-size 8 -- train.py", "after --, behind .*mean train.global_batch_size"),
     ("launch", "--hosts localhost --python /nope -- train.py", "/nope does not start .*No such file"),
     ("launch", "--hosts localhost -- trian.py", r"trian.py does not exist; did you mean train.py\?"),
     ("launch", "--hosts localhost -- train.py train.lr=1", r"did you mean train.learning_rate\?"),
@@ -266,21 +247,20 @@ def check(status: int, errors: str, told: str, wanted: int = 2) -> None:
 
 @pytest.mark.parametrize(("program", "words", "told"), MISTAKES, ids=lambda part: str(part)[:50])
 def test_a_mistake_is_one_line(program: str, words: str, told: str, folder: Path, taken_port: int) -> None:
-    status, _, errors = said(MAINS[program], words_of(program, words, folder, taken_port))
-    check(status, errors, told)
+    check(*said(MAINS[program], words_of(program, words, folder, taken_port))[::2], told)
 
 
 @pytest.mark.parametrize("name", WORKS)
 def test_files_as_other_systems_write_them_work(name: str, folder: Path, tmp_path: Path) -> None:
     words = [*words_of("train.py", "", folder), f"data.train={folder / name}", f"run.dir={tmp_path}"]
-    status, _, errors = said(train.main, words)
-    assert (status, errors) == (0, "")
+    assert said(train.main, words)[::2] == (0, "")
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_an_interrupted_command_is_one_line(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr("lib.config.load.load", interrupted)
     status, _, errors = said(MAINS["lib.data"], ["--inspect", str(folder / "train.jsonl")])
     assert (status, errors) == (130, "stopped: interrupted\n")
@@ -288,10 +268,6 @@ def test_an_interrupted_command_is_one_line(monkeypatch: pytest.MonkeyPatch, fol
 
 def test_a_run_that_was_interrupted_before_it_had_a_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """--resume would find no run."""
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr("lib.training.checkpoint.open_run", interrupted)
     status, _, errors = said(train.main, [*words_of("train.py", "", folder), "run.name=new"])
     assert (status, errors) == (1, "stopped: interrupted; give the same command again\n")
@@ -303,44 +279,31 @@ def test_a_run_that_was_interrupted_before_it_had_a_folder(monkeypatch: pytest.M
     assert said(train.main, ["--resume", str(folder / "runs/new")])[0] == 0
 
 
+NAN, PYTORCH = mx.full(64, float("nan")), "for PyTorch .*; take its base, or one that `mlx_lm.convert -q` made"
+
+
 @pytest.mark.parametrize(
     ("change", "config", "told"),
     [
-        (
-            lambda weights: weights.pop("model.norm.weight"),
-            {},
-            "cannot load it: Missing 1 parameters: model.norm.weight",
-        ),
-        (
-            lambda weights: weights.update({"model.norm.weight": mx.full(64, float("nan"))}),
-            {},
-            "the held-out loss before the first step is nan: its weights, or .* are not finite",
-        ),
-        *(
-            (
-                lambda weights: weights.update({"model.norm.scales": mx.zeros(2)}),
-                {"quantization_config": {"quant_method": method}},
-                f"quantised by {method}, for PyTorch .*; take its base, or one that `mlx_lm.convert -q` made",
-            )
-            for method in ("bitsandbytes", "gptq", "hqq")
-        ),
+        ({"model.norm.weight": None}, {}, "cannot load it: Missing 1 parameters: model.norm.weight"),
+        ({"model.norm.weight": NAN}, {}, "loss before the first step is nan: its weights, or .* are not finite"),
+        *(({"model.norm.scales": mx.zeros(2)}, {"quantization_config": {"quant_method": name}}, f"by {name}, {PYTORCH}")
+          for name in ("bitsandbytes", "gptq", "hqq")),
     ],
     ids=["a tensor is missing", "NaN", "bitsandbytes", "gptq", "hqq"],
-)
+)  # fmt: skip
 def test_a_model_whose_weights_are_wrong(
-    change: Callable[[dict], None], config: dict, told: str, folder: Path, tmp_path: Path
+    change: dict[str, Any], config: dict[str, Any], told: str, folder: Path, tmp_path: Path
 ) -> None:
     model = tiny.stored_model(tmp_path, **config)
-    weights = dict(mx.load(str(model / "model.safetensors")))
-    change(weights)
+    weights = {**mx.load(str(model / "model.safetensors")), **change}
+    weights = {name: array for name, array in weights.items() if array is not None}
     mx.save_safetensors(str(model / "model.safetensors"), weights, {"format": "mlx"})
     words = [*words_of("train.py", "", folder), f"model.path={model}", "model.random_init=false", f"run.dir={tmp_path}"]
-    status, _, errors = said(train.main, words)
-    check(status, errors, f"model.path .*: .*{told}")
+    check(*said(train.main, words)[::2], f"model.path .*: .*{told}")
 
 
 def test_a_host_that_is_not_there() -> None:
     words = ["--hosts", "localhost,no-such-host.invalid", "--no-preflight", "--", "train.py"]
     done = subprocess.run([sys.executable, "launch", *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    status, errors = done.returncode, done.stderr
-    assert status == 2 and errors.count("\n") == 1 and "no-such-host.invalid does not resolve" in errors, errors
+    check(done.returncode, done.stderr, "no-such-host.invalid does not resolve")

@@ -101,11 +101,8 @@ def test_slow_links_are_noted() -> None:
 def test_rdma_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "try_backend", lambda job: [Finding("failed", job.backend, "remedy")])
     monkeypatch.setattr(preflight, "ask_host", lambda *_: [])
-    ring = Finding("failed", "ring", "remedy")
-    assert preflight.examine(replace(JOB, backend="jaccl"), AWAY) == [
-        Finding("note", "jaccl", "", "ring is taken"),
-        ring,
-    ]
+    ring, note = Finding("failed", "ring", "remedy"), Finding("note", "jaccl", "", "ring is taken")
+    assert preflight.examine(replace(JOB, backend="jaccl"), AWAY) == [note, ring]
     assert preflight.examine(JOB, AWAY) == [ring]
 
 
@@ -129,9 +126,8 @@ def test_a_verdict_says_what_works_and_names_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(_: verdict.Trials) -> str:
-        raise UserError(
-            f"[1 mac-b] ada@mac-b: {ROOT}/lib/x.py, ~/data, 10.0.0.2:32323, fe80::1:2:3:4, /Users/ada ended"
-        )
+        places = f"{ROOT}/lib/x.py, ~/data, 10.0.0.2:32323, fe80::1:2:3:4, /Users/ada"
+        raise UserError(f"[1 mac-b] ada@mac-b: {places} ended")
 
     def left_out(_: verdict.Trials) -> str:
         raise verdict.LeftOut("not a Mac")

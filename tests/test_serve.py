@@ -283,10 +283,7 @@ def test_an_instruction_is_rendered_or_refused_by_name(tmp_path: Path, monkeypat
     qwen = served_model(tmp_path / "qwen", monkeypatch, "Qwen-Qwen2.5-7B-Instruct")
     gemma = served_model(tmp_path / "gemma", monkeypatch, "google-gemma-2-2b-it")
     for model, role in ((qwen, "developer"), (gemma, "system"), (qwen, "system")):
-        try:
-            assert "Be brief" in text(model, {"messages": [{"role": role, "content": "Be brief."}, *QUESTION]})
-        except UserError as error:
-            assert role in str(error)
+        assert "Be brief" in text(model, {"messages": [{"role": role, "content": "Be brief."}, *QUESTION]})
     assert "search" in text(qwen, {"messages": QUESTION, "tools": [TOOL]})
     with pytest.raises(UserError, match="tools"):
         text(gemma, {"messages": QUESTION, "tools": [TOOL]})

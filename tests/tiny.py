@@ -10,7 +10,8 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +30,16 @@ from lib.system.records import read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "intermediate_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 48,
-    "tie_word_embeddings": False,
-    "eos_token_id": 1,
-}
-
+LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+LLAMA |= {"vocab_size": 48, "tie_word_embeddings": False, "eos_token_id": 1}
 
 # Families of blocks, by what their config.json has besides; mixtures have one block of each kind, windows are short.
 LIMITS = {"max_position_embeddings": 64, "rope_theta": 10000.0}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
 WINDOWS = ["sliding_attention", "full_attention", *["sliding_attention"] * 3]
-LLAMA_4 = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8}
+LLAMA_4 = {"rope_theta": 1e4, "rope_type": "default"}
+LLAMA_4 |= {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-tied-biased": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -56,11 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 4, "query_pre_attn_scalar": 4},
     "gemma3_text": {"head_dim": 4, "query_pre_attn_scalar": 4, "sliding_window": 5, "sliding_window_pattern": 2},
     "mistral": {"sliding_window": 5, "layer_types": WINDOWS},
-    "ministral3": {
-        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", **LLAMA_4},
-        "tie_word_embeddings": True,
-        **LIMITS,
-    },
+    "ministral3": {"rope_parameters": LLAMA_4, "tie_word_embeddings": True, **LIMITS},
     "qwen3_moe": {"head_dim": 4, **MOE, **LIMITS, "decoder_sparse_step": 2, "mlp_only_layers": []},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64},
     "gpt2": {"n_ctx": 64, "n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 64, "layer_norm_epsilon": 1e-5},
@@ -112,6 +100,20 @@ def write_jsonl(path: Path, records: list[Any]) -> Path:
     return path
 
 
+def script(path: Path, does: str) -> Path:
+    """A program of the shell."""
+    path.write_text(f"#!/bin/sh\n{does}\n")
+    path.chmod(0o755)
+    return path
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def read_jsonl(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -155,9 +157,13 @@ def settings(folder: Path, rows: int = 21, **changes: Any) -> list[str]:
         "run.dir": folder / "runs",
         "run.pages": "false",  # drawing them takes four times as long as the training
         "plan.calibration_dir": folder / "calibration",
-        **{key.replace("__", "."): value for key, value in changes.items()},
     }
-    return [f"{key}={value}" for key, value in values.items()]
+    return words_of(values, changes)
+
+
+def words_of(values: dict[str, Any], changes: dict[str, Any]) -> list[str]:
+    changed = values | {key.replace("__", "."): value for key, value in changes.items()}
+    return [f"{key}={value}" for key, value in changed.items()]
 
 
 def rounds(folder: Path, **changes: Any) -> list[str]:
@@ -178,14 +184,6 @@ def rounds(folder: Path, **changes: Any) -> list[str]:
         "data.max_length": 64,
         "train.global_batch_size": 4,
         "train.learning_rate": "1e-2",
-        "rollouts.rounds": 3,
-        "rollouts.prompts": 6,
-        "rollouts.samples": 4,
-        "rollouts.steps": 2,
-        "rollouts.max_tokens": 24,
-        "rollouts.batch_size": 8,
-        "rollouts.temperature": 1.5,
-        "rollouts.tolerance": 0,
         "evaluate.judge": "regex",
         "evaluate.max_tokens": 24,
         "checkpoint.every": 1,
@@ -193,9 +191,10 @@ def rounds(folder: Path, **changes: Any) -> list[str]:
         "run.pages": "false",
         "plan.replan": "false",
         "plan.calibration_dir": folder / "calibration",
-        **{key.replace("__", "."): value for key, value in changes.items()},
     }
-    return [f"{key}={value}" for key, value in values.items()]
+    sizes = {"rounds": 3, "prompts": 6, "samples": 4, "steps": 2, "max_tokens": 24, "batch_size": 8}
+    values |= {f"rollouts.{key}": value for key, value in {**sizes, "temperature": 1.5, "tolerance": 0}.items()}
+    return words_of(values, changes)
 
 
 def config_file(folder: Path) -> Path:
