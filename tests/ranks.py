@@ -7,6 +7,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import train as script
 from lib.config import load
 from lib.distributed.world import World
@@ -18,6 +20,9 @@ def train(world: World, folder: Path, words: list[str], name: str, resume: bool 
     script.train(load.load(None, [*words, f"run.name={name}"]), world, resume=resume, dry_run=False)
     world.gather_text("finished")
     return folder / "runs" / name
+
+
+two = pytest.mark.mpi(min_size=2, max_size=2)  # what a third rank changes is seen without it
 
 
 def ring_of(folder: Path, ranks: int) -> list[dict[str, str]]:

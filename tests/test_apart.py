@@ -17,11 +17,10 @@ from lib.distributed.world import World
 from lib.errors import AgreedError, Stopped
 from lib.training import checkpoint, local_sgd, step
 from tests import rounding, tiny
-from tests.ranks import settings, train
+from tests.ranks import settings, train, two
 from tests.tiny import difference, merges_of, records, rows_of_epochs, steps_of, weights
 
 pytestmark = pytest.mark.mpi(min_size=2)
-two = pytest.mark.mpi(min_size=2, max_size=2)  # what a third rank changes is seen without it
 
 SHARES = {2: "plan.shares=[5,3]", 3: "plan.shares=[4,3,1]"}
 
@@ -47,7 +46,7 @@ def shares(world: World) -> str:
 
 
 @pytest.mark.long(ranks=3)
-def test_rounds_of_one_batch_are_synchronous_steps(world: World, folder: Path, shares: str) -> None:
+def test_rounds_of_one_batch_are_synchronous_steps(world, folder, shares: str) -> None:
     """With plain SGD the weighted mean of one step each is the step of the weighted gradient."""
     words = [*settings(world, folder), "model.method=full", "train.optimizer=sgd", "train.max_grad_norm=null"]
     words += ["train.learning_rate=0.5", "train.steps=4", shares]
@@ -61,7 +60,7 @@ def test_rounds_of_one_batch_are_synchronous_steps(world: World, folder: Path, s
 
 
 @pytest.mark.long(ranks=3)
-def test_each_merge_of_one_round_is_what_it_says(world: World, folder: Path, shares: str) -> None:
+def test_each_merge_of_one_round_is_what_it_says(world, folder, shares: str) -> None:
     """With told shares the ranks' own adapters are the same bits every time: `none` shows what the others merged."""
     words = [*settings(world, folder, rows=40), "strategy=independent", shares, "model.rank=3"]
     words.append("independent.pairs_per_round=40")
@@ -106,7 +105,7 @@ def test_each_merge_of_one_round_is_what_it_says(world: World, folder: Path, sha
 @pytest.mark.long("lora-*", ranks=3)
 @pytest.mark.long("lora-none-outer", "full-bf16-outer", "full-none-average", ranks=2)
 def test_ranks_leave_a_round_with_the_same_weights(
-    world: World, folder: Path, shares: str, method: str, compression: str, merge: str
+    world, folder, shares: str, method: str, compression: str, merge: str
 ) -> None:
     words = [*settings(world, folder), "strategy=independent", shares, f"independent.merge={merge}"]
     words += [f"model.method={method}", f"sync.compression={compression}", "sync.topk_fraction=0.2"]
@@ -121,10 +120,10 @@ def test_ranks_leave_a_round_with_the_same_weights(
     assert low * 0.99 <= record["bytes_sent"] <= high * 1.01 + 64
 
 
-@pytest.mark.mpi(min_size=2, max_size=2)
+@two
 @pytest.mark.long
 def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_full_disk_and_a_stop_too(
-    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
+    world, folder, monkeypatch
 ) -> None:
     take_step = step.Step.__call__
 
@@ -169,7 +168,7 @@ def test_a_slow_rank_takes_less_and_every_pair_is_trained_once_after_a_full_disk
 
 @pytest.mark.long(ranks=3)
 def test_a_run_goes_on_alone_from_a_rounds_end_and_back_on_all_ranks(
-    world: World, folder: Path, shares: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    world, folder, shares: str, capsys, monkeypatch
 ) -> None:
     """The outer momentum is common to all ranks, so it goes on in a world of another size."""
     words = [*settings(world, folder, rows=24), "strategy=independent", "independent.pairs_per_round=16"]
@@ -197,8 +196,8 @@ def test_a_run_goes_on_alone_from_a_rounds_end_and_back_on_all_ranks(
     assert rows_of_epochs(run) == {epoch: list(range(24)) for epoch in range(3)}
 
 
-@pytest.mark.mpi(min_size=2, max_size=2)
-def test_a_run_that_goes_on_inside_a_round_has_the_bits_of_one_that_never_stopped(world: World, folder: Path) -> None:
+@two
+def test_a_run_that_goes_on_inside_a_round_has_the_bits_of_one_that_never_stopped(world, folder) -> None:
     """Momentum, what compression left out, every rank's own weights and optimizer: all of it is in the checkpoints."""
     words = [*settings(world, folder, rows=45), "strategy=independent", "independent.merge=outer", "plan.shares=[5,3]"]
     words += ["sync.compression=int8", "independent.pairs_per_round=32", "train.steps=10", "model.dropout=0.1"]
@@ -219,7 +218,7 @@ def test_a_run_that_goes_on_inside_a_round_has_the_bits_of_one_that_never_stoppe
 
 @two
 @pytest.mark.long
-def test_a_run_that_is_to_end_inside_a_round_merges_what_its_ranks_have(world: World, folder: Path) -> None:
+def test_a_run_that_is_to_end_inside_a_round_merges_what_its_ranks_have(world, folder) -> None:
     words = [*settings(world, folder, rows=45), "strategy=independent", "independent.merge=outer", "plan.shares=[5,3]"]
     words += ["independent.pairs_per_round=64", "train.schedule=constant", "checkpoint.every=5", "checkpoint.keep=99"]
     longer, ended = train(world, folder, [*words, "train.steps=24"], "longer"), folder / "runs/ended"
@@ -234,9 +233,7 @@ def test_a_run_that_is_to_end_inside_a_round_merges_what_its_ranks_have(world: W
 
 
 @pytest.mark.long(ranks=3)
-def test_a_stacked_run_goes_on_at_its_rank(
-    world: World, folder: Path, shares: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stacked_run_goes_on_at_its_rank(world, folder, shares: str, capsys) -> None:
     words = [*settings(world, folder), "strategy=independent", "independent.merge=stack"]
     run = train(world, folder, [*words, shares, "train.epochs=1"], "run")
     stacked, configured = weights(run), json.loads((run / "adapter_config.json").read_text())
@@ -253,7 +250,7 @@ def test_a_stacked_run_goes_on_at_its_rank(
 
 
 @pytest.mark.long(ranks=3)
-def test_a_merged_adapter_loads_in_mlx_lm(world: World, folder: Path, shares: str) -> None:
+def test_a_merged_adapter_loads_in_mlx_lm(world, folder, shares: str) -> None:
     stored = folder / "stored"
     if world.rank == 0:
         assert tiny.stored_model(folder) == stored
@@ -266,7 +263,7 @@ def test_a_merged_adapter_loads_in_mlx_lm(world: World, folder: Path, shares: st
 
 
 @pytest.mark.long(ranks=3)
-def test_compressed_gradients_of_synchronous_ranks(world: World, folder: Path, shares: str) -> None:
+def test_compressed_gradients_of_synchronous_ranks(world, folder, shares: str) -> None:
     words = [*settings(world, folder), "train.steps=2", "data.valid=null", shares]
     sent = {}
     for kind in ("none", "bf16", "int8", "topk"):
@@ -285,7 +282,7 @@ def test_compressed_gradients_of_synchronous_ranks(world: World, folder: Path, s
 
 
 @pytest.mark.long(ranks=3)
-def test_what_one_rank_meets_ends_all(world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_rank_meets_ends_all(world, folder, monkeypatch) -> None:
     """A fault on the last rank, in the middle of a round: all leave at their next meeting, and say whose it is."""
     common = [*settings(world, folder, rows=100), "strategy=independent"]
     original = local_sgd.LocalSGD._work
@@ -308,9 +305,7 @@ def test_what_one_rank_meets_ends_all(world: World, folder: Path, monkeypatch: p
 
 
 @two
-def test_weights_that_drifted_apart_are_replaced_and_that_is_recorded(
-    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_drifted_apart_are_replaced_and_that_is_recorded(world, folder, monkeypatch) -> None:
     share = checkpoint.share_weights
 
     def drifted(ranks: World, model: Any, *others: Any) -> Any:

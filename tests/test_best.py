@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from lib.distributed.world import World
 from lib.errors import UserError
 from lib.training import checkpoint
 from lib.training.checkpoint import Progress, checkpoints_in, find, step_of
@@ -58,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_folder_holds_the_weights_of_the_lowest_held_out_loss(folder: Path) -> None:
+def test_the_folder_holds_the_weights_of_the_lowest_held_out_loss(folder) -> None:
     run = folder / "runs" / "whole"
     best = min(losses(run), key=lambda step: losses(run)[step])
     assert best < STEPS, "the loss has to rise again"
@@ -71,7 +70,7 @@ def test_the_folder_holds_the_weights_of_the_lowest_held_out_loss(folder: Path) 
     assert (end["final_step"], end["loss"]) == (best, losses(run)[best])
 
 
-def test_a_run_ends_where_the_held_out_loss_falls_no_more(folder: Path) -> None:
+def test_a_run_ends_where_the_held_out_loss_falls_no_more(folder) -> None:
     whole, early = folder / "runs" / "whole", folder / "runs" / "early"
     stop = stop_of(losses(whole), PATIENCE)
     assert stop < STEPS
@@ -83,7 +82,7 @@ def test_a_run_ends_where_the_held_out_loss_falls_no_more(folder: Path) -> None:
     assert summary(early)["checkpoint"]["step"] == best
 
 
-def test_a_resume_keeps_the_count_and_more_patience_goes_on(folder: Path, tmp_path: Path) -> None:
+def test_a_resume_keeps_the_count_and_more_patience_goes_on(folder, tmp_path) -> None:
     early = folder / "runs" / "early"
     stop = summary(early)["steps"]
     again = tmp_path / "early"
@@ -99,9 +98,7 @@ def test_a_resume_keeps_the_count_and_more_patience_goes_on(folder: Path, tmp_pa
     assert same(folder / "runs" / "whole", again)
 
 
-def test_the_last_weights_are_kept_where_they_are_asked_for_or_the_best_are_damaged(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_the_last_weights_are_kept_where_they_are_asked_for_or_the_best_are_damaged(folder, tmp_path) -> None:
     run = tmp_path / "whole"
     shutil.copytree(folder / "runs" / "whole", run)
     best, last = (find(run, which) for which in ("best", "last"))
@@ -117,9 +114,7 @@ def test_the_last_weights_are_kept_where_they_are_asked_for_or_the_best_are_dama
         find(run, "best")
 
 
-def test_where_the_best_found_no_room_on_the_disk_the_last_weights_are_taken(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_best_found_no_room_on_the_disk_the_last_weights_are_taken(folder, tmp_path, monkeypatch) -> None:
     expected = losses(folder / "runs" / "whole")
     best = min(expected, key=lambda step: expected[step])
     write = checkpoint.write_whole
@@ -155,7 +150,7 @@ def test_where_the_best_found_no_room_on_the_disk_the_last_weights_are_taken(
     "strategy=independent independent.merge=stack",
     "strategy=sharded train.patience=2",
 )
-def test_ranks_end_together_with_the_best(words: list[str], world: World, tmp_path: Path) -> None:
+def test_ranks_end_together_with_the_best(words: list[str], world, tmp_path) -> None:
     folder = Path(world.broadcast_text(str(tmp_path)))
     common = world.broadcast_value(written(folder) if world.rank == 0 else [])
     words = [*common, *WORDS, *words, "evaluate.samples=0"]
@@ -169,7 +164,7 @@ def test_ranks_end_together_with_the_best(words: list[str], world: World, tmp_pa
     assert [record["final_step"] for record in records(run, "end", world.rank)] == [told["step"]]
 
 
-def test_a_run_without_held_out_data_holds_the_last_weights(tmp_path: Path) -> None:
+def test_a_run_without_held_out_data_holds_the_last_weights(tmp_path) -> None:
     run = tiny.run(tmp_path, data__valid="null", train__steps=2)
     assert summary(run)["checkpoint"] == {"which": "last", "step": 2, "held_out_loss": None}
     with pytest.raises(UserError, match="has no evaluation"):
@@ -198,7 +193,7 @@ def test_an_exact_match_that_falls_is_no_best_though_the_loss_falls_too() -> Non
     assert by_loss.best_step == 3
 
 
-def test_a_checkpoint_is_found_by_name_or_number(folder: Path) -> None:
+def test_a_checkpoint_is_found_by_name_or_number(folder) -> None:
     run = folder / "runs" / "whole"
     best = summary(run)["checkpoint"]["step"]
     assert [step_of(find(run, which)) for which in ("best", "last", str(best))] == [best, STEPS, best]

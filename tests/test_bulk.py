@@ -58,9 +58,7 @@ def common(folder: Path, *more: str) -> list[str]:
     return [*words, f"data.cache_dir={folder}/cache", "data.length_multiple=8", "data.max_length=64", *more]
 
 
-def test_scores_are_those_of_the_data_set_and_go_on_to_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_are_those_of_the_data_set_and_go_on_to_the_same_bytes(tmp_path, monkeypatch) -> None:
     tiny.settings(tmp_path, rows=30)
     out, data = tmp_path / "out.jsonl", str(tmp_path / "train.jsonl")
     words = [*common(tmp_path), "--data", data, "--score", "rewards", "--out", str(out)]
@@ -116,7 +114,7 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_answers_are_written_in_order_and_draws_follow_the_seed(writer: Path, tmp_path: Path) -> None:
+def test_answers_are_written_in_order_and_draws_follow_the_seed(writer: Path, tmp_path) -> None:
     words = [*common(writer), "--data", str(writer / "questions.jsonl"), "evaluate.max_tokens=6"]
     bulk([*words, "--score", "greedy", "--out", str(tmp_path / "greedy.jsonl")])
     greedy = scored(tmp_path / "greedy.jsonl")
@@ -153,7 +151,7 @@ def config_of(folder: Path, *words: str) -> Config:
     return load.load(None, [*model, f"data.cache_dir={folder}/cache", "data.train=-", *words])
 
 
-def test_questions_are_asked_with_all_that_training_reads_beside_a_prompt(chatty: Path, tmp_path: Path) -> None:
+def test_questions_are_asked_with_all_that_training_reads_beside_a_prompt(chatty: Path, tmp_path) -> None:
     path = tiny.write_jsonl(tmp_path / "q.jsonl", [record | {"answer": "7"} for record, _ in BESIDE])
     config = config_of(chatty, f"evaluate.answers={path}", "evaluate.max_tokens=4")
     tokenizer = load_tokenizer_of(config.model)
@@ -196,9 +194,7 @@ def by_length(prompt: Any, completions: list[str], record: dict[str, Any]) -> li
     return [len(text) for text in completions]
 
 
-def test_pairs_are_trained_behind_the_prompts_that_were_answered(
-    chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pairs_are_trained_behind_the_prompts_that_were_answered(chatty: Path, tmp_path, monkeypatch) -> None:
     """Of every format; the judge sees what was asked, without the answer that a record has."""
     always_drawn(monkeypatch, "One.", "Three.")
     tokenizer = load_tokenizer_of(config_of(chatty).model)
@@ -217,7 +213,7 @@ def test_pairs_are_trained_behind_the_prompts_that_were_answered(
     assert [ids.tolist() for ids in trained[len(BESIDE)].completions] == [[21, 1], [20, 1]], "with their end"
 
 
-def test_an_answer_without_an_end_is_in_no_pair(writer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_without_an_end_is_in_no_pair(writer: Path, tmp_path, monkeypatch) -> None:
     """Training adds an end token to every text: a model would learn to stop in the middle of a sentence."""
     questions, out = str(writer / "questions.jsonl"), tmp_path / "pairs.jsonl"
     words = [*common(writer, "evaluate.judge=tests.test_bulk:longest"), "--data", questions, "--make-pairs"]
@@ -237,9 +233,7 @@ def longest(prompt: Any, completions: list[str], record: dict[str, Any]) -> list
     return [len(text) for text in completions]
 
 
-def test_pairs_are_made_by_an_answer_or_by_a_judge(
-    writer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pairs_are_made_by_an_answer_or_by_a_judge(writer: Path, tmp_path, monkeypatch) -> None:
     drawn = ["It is 0.", "It is 1.", "It is 2.", "It is 2."]
     always_drawn(monkeypatch, *drawn)
     words = [*common(writer), "--data", str(writer / "questions.jsonl")]
@@ -290,9 +284,7 @@ def ring(folder: Path, ranks: int, words: list[str]) -> list[subprocess.Popen[st
 
 
 @pytest.mark.long
-def test_a_killed_ranks_rows_are_done_by_the_others_and_the_output_is_one_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_ranks_rows_are_done_by_the_others_and_the_output_is_one_ranks(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # a rank alone could have more, which round otherwise
     tiny.settings(tmp_path, rows=1000)
     tiny.model_folder(tmp_path / "model", hidden_size=64, num_hidden_layers=4, intermediate_size=256)
@@ -314,7 +306,7 @@ def test_a_killed_ranks_rows_are_done_by_the_others_and_the_output_is_one_ranks(
     assert set(figures["chunks_by_rank"]) == {"0", "1"} and sum(figures["chunks_by_rank"].values()) == 250
 
 
-def test_by_default_a_runs_held_out_rows_are_scored(tmp_path: Path) -> None:
+def test_by_default_a_runs_held_out_rows_are_scored(tmp_path) -> None:
     """Not those that it was trained on; of several sources, and by the hashes that training went by."""
     words = [word for word in tiny.settings(tmp_path, rows=30) if not word.startswith(("data.train=", "data.valid="))]
     folder, out = tmp_path / "runs", tmp_path / "out.jsonl"

@@ -85,7 +85,7 @@ def test_too_few_points_are_one_clear_line(run: Run) -> None:
     assert not list(run.folder.glob("[!.]*.json"))
 
 
-def test_only_what_is_stale_is_measured_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_stale_is_measured_again(run: Run, monkeypatch) -> None:
     status, first, asked, _ = run("--quick")
     assert status == 0 and first["measured"] == len(asked) == 7  # five sizes, rounds, the machine
     assert run("--quick")[1]["measured"] == 0
@@ -157,7 +157,7 @@ def test_a_links_time() -> None:
     assert link.seconds(2**20) == pytest.approx(1.1e-3) and link.seconds(2**26) == pytest.approx(0.064, rel=0.02)
 
 
-def test_the_seeds_name_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_seeds_name_for_it(monkeypatch) -> None:
     def answered(command: list[str], **_: Any) -> Any:
         assert command[1].endswith("benchmarks/calibrate.py") and "--quick" in command
         return subprocess.CompletedProcess(command, 0, 'text\n{"optimal_batch_size": 8}\n', "")
@@ -171,7 +171,7 @@ def test_the_seeds_name_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-def test_a_calibration_of_a_tiny_model(tmp_path: Path) -> None:
+def test_a_calibration_of_a_tiny_model(tmp_path) -> None:
     """By short measurements, and not --quick, which ends after a minute however busy the machine is."""
     words = ["--config", str(tiny.config_file(tmp_path)), *tiny.settings(tmp_path), "--folder", str(tmp_path / "found")]
     command = [sys.executable, "benchmarks/calibrate.py", "--seconds", "0.2", "--largest", "2", *words]

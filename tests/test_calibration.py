@@ -39,7 +39,7 @@ def of(**changes: Any) -> CurveKey:
     return KEY.model_copy(update=changes)
 
 
-def test_a_file_is_read_as_written(tmp_path: Path) -> None:
+def test_a_file_is_read_as_written(tmp_path) -> None:
     path = tmp_path / "calibration" / "a.json"
     written = calibration("a", KEY)
     write_calibration(path, written)
@@ -69,7 +69,7 @@ def with_points(points: list[dict[str, Any]]) -> str:
         (with_points([{**POINTS[0], "peak_memory_bytes": 5}, POINTS[1]]), ["peak_memory_bytes", "some batch"]),
     ],
 )
-def test_a_wrong_file_is_one_clear_line(tmp_path: Path, text: str, parts: list[str]) -> None:
+def test_a_wrong_file_is_one_clear_line(tmp_path, text: str, parts: list[str]) -> None:
     path = tmp_path / "a.json"
     path.write_text(text)
     with pytest.raises(UserError) as raised:
@@ -81,7 +81,7 @@ def test_a_wrong_file_is_one_clear_line(tmp_path: Path, text: str, parts: list[s
     assert not re.search(r"pydantic|Error\(", message)
 
 
-def test_missing_binary_and_unreadable_files(tmp_path: Path) -> None:
+def test_missing_binary_and_unreadable_files(tmp_path) -> None:
     (tmp_path / "b.json").write_bytes(b"\xff\xfe\x00")
     for name, why in (
         ("none.json", "does not exist; make calibrate"),
@@ -107,7 +107,7 @@ def test_largest_micro_batch_in_memory(limit: float | None, largest: int) -> Non
     assert curve.max_batch_size == largest
 
 
-def test_files_of_ranks(tmp_path: Path) -> None:
+def test_files_of_ranks(tmp_path) -> None:
     assert calibration_path(tmp_path, ["mac", "mac"], 1) == tmp_path / "mac.json"
     (tmp_path / "mac-1.json").write_text("{}")
     assert calibration_path(tmp_path, ["mac", "mac"], 1) == tmp_path / "mac-1.json"
@@ -121,7 +121,7 @@ def test_files_of_ranks(tmp_path: Path) -> None:
     assert (m4.best_point.pairs_per_second, m3.best_point.pairs_per_second) == (pytest.approx(776), pytest.approx(278))
 
 
-def test_an_old_file_works_or_says_which_version_wrote_it(tmp_path: Path) -> None:
+def test_an_old_file_works_or_says_which_version_wrote_it(tmp_path) -> None:
     tree = calibration("a", KEY).model_dump(mode="json")
     path = tmp_path / "a.json"
     path.write_text(json.dumps({**tree, "ceilings": [{"key": tree["curves"][0]["key"], "max_pairs": 2}]}))
@@ -141,7 +141,7 @@ def key_of(folder: Path, *words: str, **stored: Any) -> CurveKey:
     return curve_key(settings.model, settings.record_kind, folder, 64)
 
 
-def test_a_key_names_the_model_and_not_its_place(tmp_path: Path) -> None:
+def test_a_key_names_the_model_and_not_its_place(tmp_path) -> None:
     key = key_of(tmp_path / "here" / "model")
     assert key == key_of(tmp_path / "there" / "model")
     assert key.model.startswith("model ") and (key.method, key.dtype) == ("lora", "float32")
@@ -161,7 +161,7 @@ def test_a_key_names_the_model_and_not_its_place(tmp_path: Path) -> None:
         ({"quantization": {"bits": 4, "group_size": 64}, "torch_dtype": "bfloat16"}, [], "4-bit"),
     ],
 )
-def test_a_keys_dtype(tmp_path: Path, stored: dict[str, Any], words: list[str], dtype: str) -> None:
+def test_a_keys_dtype(tmp_path, stored: dict[str, Any], words: list[str], dtype: str) -> None:
     assert key_of(tmp_path / "m", *words, **stored).dtype == dtype
 
 

@@ -20,7 +20,7 @@ def base(tmp_path: Path) -> Path:
     return exported.base_model(tmp_path / "base", "llama", dtype="bfloat16")
 
 
-def test_float32_where_memory_allows_and_nothing_else_is_set(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_where_memory_allows_and_nothing_else_is_set(base: Path, monkeypatch) -> None:
     settings = ModelSettings(path=str(base))
     found = compute_type(settings)
     assert found.is_float32 and "model.dtype=bfloat16" in found.note
@@ -31,7 +31,7 @@ def test_float32_where_memory_allows_and_nothing_else_is_set(base: Path, monkeyp
     assert not found.is_float32 and "10.0 kB are free" in found.note and "slower" in found.note
 
 
-def test_a_run_records_the_type_and_its_export_rounds_once(base: Path, tmp_path: Path) -> None:
+def test_a_run_records_the_type_and_its_export_rounds_once(base: Path, tmp_path) -> None:
     words = tiny.settings(tmp_path, **{"train.steps": 2, "model.path": base, "model.random_init": "false"})
     words += ["model.rank=4", "train.learning_rate=0.01", "run.name=r"]
     assert "weights stored in bfloat16 are computed in float32" in tiny.train(tmp_path, words).stdout

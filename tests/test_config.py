@@ -112,7 +112,7 @@ def test_settings_that_do_not_go_together_are_refused(words: str, expected: str)
         ("train.beta: 0.2", ":3: unknown setting train.beta; write train.beta=VALUE, in a file beta: below train:"),
     ],
 )
-def test_a_wrong_line_of_a_file_is_named(tmp_path: Path, text: str, expected: str) -> None:
+def test_a_wrong_line_of_a_file_is_named(tmp_path, text: str, expected: str) -> None:
     assert expected in refusal(tmp_path / "x.yaml", f"model: {{path: m}}\ndata: {{train: t}}\n{text}")
 
 
@@ -126,7 +126,7 @@ def test_a_wrong_line_of_a_file_is_named(tmp_path: Path, text: str, expected: st
         ("model: org/name\n", "model is a section, not 'org/name'; write its settings below it"),
     ],
 )
-def test_a_file_of_another_form_is_refused_in_one_line(tmp_path: Path, text: str, expected: str) -> None:
+def test_a_file_of_another_form_is_refused_in_one_line(tmp_path, text: str, expected: str) -> None:
     assert expected in refusal(tmp_path / "x.yaml", text)
 
 
@@ -140,20 +140,20 @@ def refusal(path: Path, text: str) -> str:
     return said
 
 
-def test_a_section_whose_settings_are_all_commented_out_has_its_defaults(tmp_path: Path) -> None:
+def test_a_section_whose_settings_are_all_commented_out_has_its_defaults(tmp_path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("model: {path: m}\ndata: {train: t}\ncheckpoint:\n  # every: 25\ntrain:\n")
     assert load_module.load(path).checkpoint.keep == 3 and load_module.load(path, ["train.beta=0.3"]).train.beta == 0.3
 
 
-def test_a_dump_loads_as_the_same_settings(tmp_path: Path) -> None:
+def test_a_dump_loads_as_the_same_settings(tmp_path) -> None:
     before = load("train.beta=0.3", "plan.shares=[10,6]", "train.optimizer_options={betas: [0.9, 0.95]}")
     path = tmp_path / "config.yaml"
     path.write_text(load_module.dump(before))
     assert load_module.load(path) == before
 
 
-def test_a_resumed_run_may_change_its_spread_but_not_its_learning(tmp_path: Path) -> None:
+def test_a_resumed_run_may_change_its_spread_but_not_its_learning(tmp_path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(load_module.dump(load()))
     assert load_module.resume(path, ["plan.shares=[10,6]", "train.epochs=5", "run.pages=false"]).train.epochs == 5
@@ -161,9 +161,7 @@ def test_a_resumed_run_may_change_its_spread_but_not_its_learning(tmp_path: Path
         load_module.resume(path, ["train.beta=0.5"])
 
 
-def test_a_setting_of_an_earlier_version_is_named_and_an_old_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_setting_of_an_earlier_version_is_named_and_an_old_run_goes_on(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(help.REMOVED, "serve.wings", "fly by hand")
     with pytest.raises(UserError, match="serve.wings, which an earlier version had; fly by hand"):
         load_module.load(None, ["serve.wings=5"], {"model": {"path": "x"}, "data": {"train": "y"}})
@@ -173,9 +171,7 @@ def test_a_setting_of_an_earlier_version_is_named_and_an_old_run_goes_on(
     assert resumed.train.epochs == 5 and resumed.data.columns == {"prompt": "question"}
 
 
-def test_code_that_a_run_s_folder_names_runs_only_where_the_run_was_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_a_run_s_folder_names_runs_only_where_the_run_was_started(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(load_module, "STARTED_RUNS", tmp_path / "home" / "started-runs")
     words = ["evaluate.judge=my_judge:score"]
     config = load_module.load(None, words, {"model": {"path": "x"}, "data": {"train": "y"}})

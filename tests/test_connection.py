@@ -59,7 +59,7 @@ def test_a_wrong_key_is_refused_by_both_ends() -> None:
         connect(host, port, KEY, 5).close()
 
 
-def test_a_silent_stranger_delays_no_peer_and_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_stranger_delays_no_peer_and_is_closed(monkeypatch) -> None:
     monkeypatch.setattr(connection, "PROOF_SECONDS", 0.3)
     with Listener("127.0.0.1", 0, KEY, echo) as listener, socket.create_connection(listener.address, 5) as stranger:
         channel = connect(*listener.address, KEY, 5)
@@ -69,7 +69,7 @@ def test_a_silent_stranger_delays_no_peer_and_is_closed(monkeypatch: pytest.Monk
             pass
 
 
-def test_a_message_too_large_or_not_json_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_too_large_or_not_json_ends_the_connection(monkeypatch) -> None:
     listener = Listener("127.0.0.1", 0, KEY, lambda channel: channel._messages.send_bytes(b"[1]"))
     with listener, pytest.raises(EOFError):
         connect(*listener.address, KEY, 5).receive(5)

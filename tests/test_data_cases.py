@@ -51,7 +51,7 @@ def pairs(name: str, count: int) -> list[dict[str, Any]]:
     return [{"prompt": f"{name} {i}?", "chosen": f"It is {i}.", "rejected": "No idea."} for i in range(count)]
 
 
-def test_a_folder_of_train_valid_and_test_is_trained_held_out_and_left(tmp_path: Path) -> None:
+def test_a_folder_of_train_valid_and_test_is_trained_held_out_and_left(tmp_path) -> None:
     for name, count in (("train", 8), ("valid", 2), ("test", 2)):
         write(tmp_path / "data" / f"{name}.jsonl", pairs(name, count))
     said: list[str] = []
@@ -74,7 +74,7 @@ def test_a_folder_of_train_valid_and_test_is_trained_held_out_and_left(tmp_path:
         (("test/0.jsonl", "valid.jsonl"), None, None),
     ],
 )
-def test_other_layouts_of_a_folder(tmp_path: Path, names: tuple[str, ...], train: Any, valid: str | None) -> None:
+def test_other_layouts_of_a_folder(tmp_path, names: tuple[str, ...], train: Any, valid: str | None) -> None:
     for name in names:
         write(tmp_path / "data" / name, pairs(name, 2))
     if train is None:  # mlx-lm's layout without what is trained: all of it was trained
@@ -88,7 +88,7 @@ def test_other_layouts_of_a_folder(tmp_path: Path, names: tuple[str, ...], train
 
 
 @pytest.mark.parametrize("words", [["rollouts.rounds=1", "rollouts.prompts=2"], ["train.loss=grpo"]])
-def test_a_folder_of_prompts_or_groups_is_split_as_well(tmp_path: Path, words: list[str]) -> None:
+def test_a_folder_of_prompts_or_groups_is_split_as_well(tmp_path, words: list[str]) -> None:
     group = {"completion_ids": [[7, 1], [8, 9, 1]], "rewards": [1.0, 0.0]}
     for name, count in (("train", 5), ("valid", 2), ("test", 3)):
         write(tmp_path / "data" / f"{name}.jsonl", [{"prompt_ids": [i + 2, count]} | group for i in range(count)])
@@ -100,9 +100,7 @@ def test_a_folder_of_prompts_or_groups_is_split_as_well(tmp_path: Path, words: l
 
 
 @pytest.mark.parametrize("kind", ["preference", "prompt"])
-def test_held_out_rows_among_the_training_rows_are_named_and_the_same_rows_stop_the_run(
-    tmp_path: Path, kind: Any
-) -> None:
+def test_held_out_rows_among_the_training_rows_are_named_and_the_same_rows_stop_the_run(tmp_path, kind: Any) -> None:
     """Streamed ones as well, and prompts of rounds."""
     said: list[str] = []
 
@@ -128,14 +126,14 @@ def test_held_out_rows_among_the_training_rows_are_named_and_the_same_rows_stop_
 @pytest.mark.parametrize(
     "user, model", [("User", "Assistant"), ("human", "gpt"), ("Customer", "Bot"), ("USER", "model")]
 )
-def test_roles_of_other_formats_and_capitals_become_ours(tmp_path: Path, user: str, model: str) -> None:
+def test_roles_of_other_formats_and_capitals_become_ours(tmp_path, user: str, model: str) -> None:
     ours, _ = opened(tmp_path, [{"messages": [USER, ANSWER]}], "sft")
     theirs = [{**USER, "role": user}, {**ANSWER, "role": model}]
     again, _ = opened(tmp_path, [{"messages": theirs}], "sft")
     assert again.digest == ours.digest
 
 
-def test_a_prompt_that_is_rendered_already_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_prompt_that_is_rendered_already_is_taken_as_it_is(tmp_path) -> None:
     system = {"role": "system", "content": "You are a clerk."}
     ours, _ = opened(tmp_path, [{"prompt": [system, USER], "chosen": "In aisle 0.", "rejected": "Unknown."}])
     text = "<|im_start|>system\nYou are a clerk.<|im_end|>\n<|im_start|>user\nWhere is shelf 0?<|im_end|>\n"
@@ -184,7 +182,7 @@ CHATML = "<|im_start|>user\nShelf?<|im_end|>\n", "<|im_start|>assistant\n"
 
 @pytest.mark.parametrize("bos", ["<|im_start|>", None])
 def test_marks_are_known_where_bos_opens_each_turn_and_headers_where_a_text_begins_otherwise(
-    tmp_path: Path, bos: str | None
+    tmp_path, bos: str | None
 ) -> None:
     """SmolLM2's BOS is the mark of a turn: its rendered prompts were rendered again. alignment-handbook#116: headers in
     the answers; reward-bench#140: answers that repeat their prompt."""
@@ -224,7 +222,7 @@ def test_what_is_learnt_as_text_and_means_more_elsewhere_is_said(prompt: str, an
     assert [line.startswith(note) for line in encoder.notes] == [True]
 
 
-def test_tables_hold_messages_and_labels_as_text(tmp_path: Path) -> None:
+def test_tables_hold_messages_and_labels_as_text(tmp_path) -> None:
     """unsloth#2095, autotrain#707: pandas writes an index without a name and Python's repr of lists; JSON of messages was
     trained as the answer's text."""
     whole = [[USER, ANSWER], [USER, ANSWER | {"content": "No."}]]
@@ -242,7 +240,7 @@ def test_tables_hold_messages_and_labels_as_text(tmp_path: Path) -> None:
         parse({"messages": "[{'role': 'user'}\n {'role': 'assistant'}]"}, columns, "sft")
 
 
-def test_a_stream_of_the_hub_says_what_a_file_says(tmp_path: Path) -> None:
+def test_a_stream_of_the_hub_says_what_a_file_says(tmp_path) -> None:
     from pyarrow import Table, parquet
 
     rows = [PAIR | {"prompt": f"<image> {i}?", "documents": ["a"]} for i in range(8)]
@@ -256,7 +254,7 @@ def test_a_stream_of_the_hub_says_what_a_file_says(tmp_path: Path) -> None:
     assert said[True][1:] == said[False][1:] and len(said[True]) == 4
 
 
-def test_a_folder_of_save_to_disk_is_read(tmp_path: Path) -> None:
+def test_a_folder_of_save_to_disk_is_read(tmp_path) -> None:
     import pyarrow
 
     table = pyarrow.Table.from_pylist(pairs("a", 3))
@@ -300,7 +298,7 @@ def test_an_answer_to_a_rendered_prompt_ends_as_the_template_ends_it() -> None:
 @pytest.mark.parametrize(
     "name, value", [("chat_history", [["a", "b"]]), ("documents", [{"text": "t"}]), ("system_message", "A clerk.")]
 )
-def test_a_column_that_nothing_reads_is_named_once(tmp_path: Path, name: str, value: object) -> None:
+def test_a_column_that_nothing_reads_is_named_once(tmp_path, name: str, value: object) -> None:
     _, said = opened(tmp_path, [PAIR | {name: value, "score": 3}] * 3)
     assert said == [f"columns that nothing reads: {name}; data.ignore=[{name}] says that this is meant"]
     assert opened(tmp_path, [PAIR | {name: value}], ignore=(name,))[1] == []
@@ -321,7 +319,7 @@ def test_a_column_that_nothing_reads_is_named_once(tmp_path: Path, name: str, va
         ("page_image", "iVBORw0KGgo="),
     ],
 )
-def test_media_stop_the_run(tmp_path: Path, name: str, value: object) -> None:
+def test_media_stop_the_run(tmp_path, name: str, value: object) -> None:
     ids = {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7]}
     for row in (PAIR, ids):
         with pytest.raises(UserError, match=rf"rows\.jsonl:1: column '{name}' .*data\.ignore=\[{name}\]"):
@@ -334,13 +332,13 @@ def test_media_stop_the_run(tmp_path: Path, name: str, value: object) -> None:
     "ids, rewards",
     [([[8, 1], [9, 1]], [None, None]), ([[8, 1]], [1.0]), ([[8], [9]], [2.0, 2.0]), ([[8, 1]] * 2, [1.0, 0.0])],
 )
-def test_groups_of_which_nothing_can_be_learnt_say_so(tmp_path: Path, ids: Any, rewards: Any) -> None:
+def test_groups_of_which_nothing_can_be_learnt_say_so(tmp_path, ids: Any, rewards: Any) -> None:
     path = write(tmp_path / "g.jsonl", [{"prompt_ids": [5], "completion_ids": ids, "rewards": rewards}] * 2)
     with pytest.raises(UserError, match="nothing can be learnt of its 2 groups"):
         load_groups(DataSettings(train=path), Vocabulary())
 
 
-def test_rows_much_longer_than_the_models_positions_are_told(tmp_path: Path) -> None:
+def test_rows_much_longer_than_the_models_positions_are_told(tmp_path) -> None:
     said: list[str] = []
     settings = DataSettings(train=write(tmp_path / "rows.jsonl", [PAIR | {"prompt": "shelf " * 300}]))
     open_training(settings, "preference", wrapped(), tell=said.append, vocabulary=Vocabulary(context=64))
@@ -368,7 +366,7 @@ def test_an_answer_that_a_table_made_a_float_is_the_number_that_it_was(answer: o
 
 
 @pytest.mark.parametrize("settings, words", [({"holdout": 1e-9}, r"data\.valid=FILE"), ({}, "fix the file$")])
-def test_advice_works(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+def test_advice_works(tmp_path, settings: dict[str, Any], words: str) -> None:
     rows = pairs("a", 3) if settings else [{"prompt": "a", "chosen": None, "rejected": "b"}] * 3
     path = write(tmp_path / "rows.jsonl", rows)
     with pytest.raises(UserError, match=words):
@@ -376,7 +374,7 @@ def test_advice_works(tmp_path: Path, settings: dict[str, Any], words: str) -> N
         load_dataset(path, DataSettings(train=path), "preference", wrapped())
 
 
-def test_a_prompt_is_rendered_as_training_rows_are_and_answers_end_where_they_do(tmp_path: Path) -> None:
+def test_a_prompt_is_rendered_as_training_rows_are_and_answers_end_where_they_do(tmp_path) -> None:
     tokenizer = wrapped()
     encoder = Encoder(tokenizer, DataSettings(train="-"), None)
     developer = {"role": "developer", "content": "Be terse."}
@@ -389,7 +387,7 @@ def test_a_prompt_is_rendered_as_training_rows_are_and_answers_end_where_they_do
         render_prompt(encoder, [{"role": "wizard", "content": "a"}])
 
 
-def test_tokens_are_written_as_training_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_are_written_as_training_takes_them(tmp_path, capsys) -> None:
     model, out = str(tiny.ROOT / "configs/quickstart/model"), tmp_path / "out.jsonl"
     path = write(tmp_path / "rows.jsonl", pairs("a", 3))
     assert inspect.main(["--tokens", str(out), "--model", model, path, "data.max_length=64"]) == 0
@@ -411,7 +409,7 @@ def learnt_text(data: Any, k: int = 0, name: str = QWEN) -> str:
     return str(wrapped(name).decode(data[0].completions[k][data[0].masks[k]].tolist()))
 
 
-def test_the_end_of_turn_is_learnt_where_padding_is_the_same_token(tmp_path: Path) -> None:
+def test_the_end_of_turn_is_learnt_where_padding_is_the_same_token(tmp_path) -> None:
     """trl#6357, Megatron-Bridge#4265: a mask by the id of padding took the end of turn out."""
     tokenizer = wrapped()
     tokenizer._tokenizer.pad_token = tokenizer.eos_token
@@ -436,13 +434,13 @@ WRONG = ANSWER | {"content": "Wrong."}
           for name in ("weight", "train", "loss_weight")),
     ],
 )  # fmt: skip
-def test_what_is_learnt_of_a_chat(tmp_path: Path, turns: list[Any], learn: str, text: str) -> None:
+def test_what_is_learnt_of_a_chat(tmp_path, turns: list[Any], learn: str, text: str) -> None:
     data, _ = opened(tmp_path, [{"messages": turns}], "sft", learn=learn)
     assert learnt_text(data) == text
 
 
 @pytest.mark.parametrize("limit", [56, 64])
-def test_a_short_answer_stays_whole_beside_one_that_is_cut(tmp_path: Path, limit: int) -> None:
+def test_a_short_answer_stays_whole_beside_one_that_is_cut(tmp_path, limit: int) -> None:
     """trl#6548: both were cut by the longer one's length, the shorter one to nothing (NaN in SimPO)."""
     data, _ = opened(tmp_path, [PAIR | {"chosen": "Aisle 3, on the left. " * 50}], max_length=limit)
     (row,) = data
@@ -450,7 +448,7 @@ def test_a_short_answer_stays_whole_beside_one_that_is_cut(tmp_path: Path, limit
     assert learnt_text(data, k=1) == "No.<|im_end|>"
 
 
-def test_bos_stands_once_where_tokenizer_and_template_both_write_it(tmp_path: Path) -> None:
+def test_bos_stands_once_where_tokenizer_and_template_both_write_it(tmp_path) -> None:
     """Soup#781: a rendered prompt was tokenised with special tokens once more."""
     from tokenizers.processors import TemplateProcessing
 
@@ -464,7 +462,7 @@ def test_bos_stands_once_where_tokenizer_and_template_both_write_it(tmp_path: Pa
     assert data[0].prompt_ids.tolist() == prompt.ids and prompt.ids.count(bos) == 1
 
 
-def test_arguments_as_text_are_those_of_an_object(tmp_path: Path) -> None:
+def test_arguments_as_text_are_those_of_an_object(tmp_path) -> None:
     """oumi#2599, flama#258: JSON text was written as a JSON string, with its quotes escaped."""
     ids = []
     for arguments in ({"city": "Oslo"}, '{"city": "Oslo"}'):
@@ -476,7 +474,7 @@ def test_arguments_as_text_are_those_of_an_object(tmp_path: Path) -> None:
     assert ids[0] == ids[1]
 
 
-def test_a_short_question_under_a_system_prompt_is_not_learnt(tmp_path: Path) -> None:
+def test_a_short_question_under_a_system_prompt_is_not_learnt(tmp_path) -> None:
     """Mistral Nemo's template has the system prompt in the last question alone: "Hi?[/INST]" was the answer's begin."""
     row = {"prompt": [{"role": "system", "content": "S."}, {"role": "user", "content": "Hi?"}], "chosen": "Yes."}
     data, _ = opened(tmp_path, [row | {"rejected": "No."}], tokenizer=wrapped(NEMO))
@@ -485,7 +483,7 @@ def test_a_short_question_under_a_system_prompt_is_not_learnt(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["Qwen-Qwen3-0.6B", "openai-gpt-oss-120b", "GLM-4.7-Flash"])
-def test_thinking_that_is_blank_is_none(tmp_path: Path, name: str) -> None:
+def test_thinking_that_is_blank_is_none(tmp_path, name: str) -> None:
     """Nemotron#240: prompts opened a block of thinking, and gpt-oss learnt an empty channel."""
     plain = {"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER | {"content": "No."}]}
     ours, _ = opened(tmp_path, [plain], tokenizer=wrapped(name))
@@ -498,7 +496,7 @@ def test_thinking_that_is_blank_is_none(tmp_path: Path, name: str) -> None:
         assert wrapped(name).decode(closed).startswith("</think>No.") and not thinks[0].masks[1][0]
 
 
-def test_two_calls_of_one_function_are_both_learnt_or_refused(tmp_path: Path) -> None:
+def test_two_calls_of_one_function_are_both_learnt_or_refused(tmp_path) -> None:
     """gpt-oss's template writes the first one alone, and its result's header names the function, too."""
     city = [{"name": "get_weather", "arguments": {"city": name}} for name in ("Oslo", "Rome")]
     calls = [{"id": f"call1234{i}", "type": "function", "function": function} for i, function in enumerate(city)]
@@ -517,7 +515,7 @@ def test_two_calls_of_one_function_are_both_learnt_or_refused(tmp_path: Path) ->
     assert learnt_text(data, name=qwen3) == f"{text}<|im_end|>In aisle 0.<|im_end|>"
 
 
-def test_the_last_of_several_answers_ends_where_the_template_writes_no_end(tmp_path: Path) -> None:
+def test_the_last_of_several_answers_ends_where_the_template_writes_no_end(tmp_path) -> None:
     """trl#1623: behind the blanks that Alpaca's template writes no end was learnt."""
     template = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
     (tmp_path / "alpaca.jinja").write_text(template + "{% if add_generation_prompt %}### assistant:\n{% endif %}")
@@ -527,14 +525,14 @@ def test_the_last_of_several_answers_ends_where_the_template_writes_no_end(tmp_p
         assert learnt_text(opened(tmp_path, [row], "sft", learn=learn, **settings)[0]) == learnt
 
 
-def test_two_turns_of_one_speaker_are_both_read(tmp_path: Path) -> None:
+def test_two_turns_of_one_speaker_are_both_read(tmp_path) -> None:
     """LlamaFactory#2962: only strict alternation was taken."""
     turns = [("human", "Hi."), ("human", "Shelf?"), ("gpt", "Aisle 3.")]
     data, _ = opened(tmp_path, [{"conversations": [{"from": who, "value": text} for who, text in turns]}], "sft")
     assert "user\nHi.<|im_end|>\n<|im_start|>user\nShelf?<|im_end|>" in wrapped().decode(data[0].prompt_ids.tolist())
 
 
-def test_an_answer_to_a_run_ends_at_the_templates_end_of_turn(tmp_path: Path) -> None:
+def test_an_answer_to_a_run_ends_at_the_templates_end_of_turn(tmp_path) -> None:
     """LlamaFactory#7454, in a run without questions: its tokenizer stops where training put the end."""
     tokenizer = chat_models.tokenizer_of(QWEN)
     folder = tiny.model_folder(tmp_path / "model", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
@@ -560,7 +558,7 @@ ON = ("--chat-template-config", '{"enable_thinking": false}')
     ],
 )
 def test_mlx_lms_generate_gets_the_words_that_make_it_render_and_end_as_training(
-    tmp_path: Path, name: str, end: str, template: Any, words: Any
+    tmp_path, name: str, end: str, template: Any, words: Any
 ) -> None:
     """In the `try it` line and the cards; no word gives it another template."""
     tokenizer = chat_models.tokenizer_of(name)

@@ -5,7 +5,6 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -49,7 +48,7 @@ def machine(name: str, gpus: int = 0, **bridge: str) -> dict[str, str]:
     return {"name": name, "gpus": str(gpus), "chip": "chip, 8 GB", **bridge}
 
 
-def test_names_of_an_ssh_configuration(tmp_path: Path) -> None:
+def test_names_of_an_ssh_configuration(tmp_path) -> None:
     (tmp_path / "config").write_text(CONFIG)
     (tmp_path / "more.d").mkdir()
     (tmp_path / "more.d" / "one").write_text(f"Host included\nInclude {tmp_path}/config\n")  # in a circle
@@ -78,12 +77,12 @@ DENIED = Completed(255, "", "x\nme@a: Permission denied (publickey).\n")
         (Completed(1, "This service allows sftp only\n", ""), "a: no shell that answers; ping"),
     ],
 )
-def test_who_does_not_answer_is_named_with_the_reason(done: Completed, said: str, monkeypatch: Any) -> None:
+def test_who_does_not_answer_is_named_with_the_reason(done: Completed, said: str, monkeypatch) -> None:
     monkeypatch.setattr(discovery.os_commands, "run", lambda words, seconds: done)
     assert re.search(said, discovery.ask_machine("a", "/x", is_here=False)["error"])
 
 
-def test_tools_are_asked_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_are_asked_where_they_are(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     for name, text, more in (("avahi-browse", AVAHI, "; sleep 50"), ("dns-sd", BROWSE, "; sleep 50"), ("arp", ARP, "")):
         (tmp_path / f"{name}.txt").write_text(text)
@@ -100,7 +99,7 @@ def emit(node: Node, home: Path, words: Sequence[str] = ()) -> tuple[int, str, s
     return done.returncode, done.stdout, done.stderr
 
 
-def test_machines_that_answer_become_a_host_file(three_hosts: list[Node], tmp_path: Path) -> None:
+def test_machines_that_answer_become_a_host_file(three_hosts: list[Node], tmp_path) -> None:
     (tmp_path / ".ssh").mkdir()
     (tmp_path / ".ssh" / "config").write_text("Host host-b 10.77.0.2 host-nobody\nHost *\n  User root\n")
     tiny.script(tmp_path / "avahi-browse", "echo '=;eth0;IPv4;c;_ssh._tcp;local;host-c;10.77.0.3;22;'")
@@ -120,7 +119,7 @@ def test_machines_that_answer_become_a_host_file(three_hosts: list[Node], tmp_pa
     assert (status, text) == (1, "") and errors.splitlines()[-1].startswith("stopped: none of host-b answers"), errors
 
 
-def test_hosts_as_given_without_asking(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hosts_as_given_without_asking(capsys) -> None:
     assert launcher.main(["--hosts", "a:2,b", "--emit", "hostfile", "--no-preflight"]) == 0
     assert capsys.readouterr().out == "a slots=2\nb slots=1\n"
     assert launcher.main(["--emit", "hostfile", "--no-preflight"]) == 2

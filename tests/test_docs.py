@@ -67,7 +67,7 @@ def test_the_documents_have_commands_and_say_what_those_need() -> None:
 
 
 @pytest.mark.parametrize("one", COMMANDS, ids=lambda one: f"{one.place} {' '.join(one.words)[:60]}")
-def test_a_documented_command(one: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_documented_command(one: Command, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     check(one.words, one.needs, tmp_path)
 
@@ -213,7 +213,7 @@ def check_reference(folder: Path) -> None:
                 assert other == path or not anchor or anchor in pages[other].ids, f"{path.name}: {link}"
 
 
-def test_the_reference_is_built_and_its_links_lead_somewhere(tmp_path: Path) -> None:
+def test_the_reference_is_built_and_its_links_lead_somewhere(tmp_path) -> None:
     """Of some modules; of all for `make docs`, which has just built them and CI runs: they take ten seconds to read."""
     recipe = subprocess.run(["make", "-n", "-o", "setup", "docs"], cwd=ROOT, capture_output=True, text=True).stdout
     words = shlex.split(next(line for line in recipe.splitlines() if "pdoc" in line))

@@ -17,12 +17,11 @@ from lib.model import adapter_files, adapters, partition, pipeline_stage, tensor
 from lib.model import load as models
 from lib.training import checkpoint
 from tests import rounding, tiny
-from tests.ranks import settings, train
+from tests.ranks import settings, train, two
 from tests.test_groups import records as groups
 from tests.tiny import difference, model_folder, rows_of_epochs, steps_of
 
 pytestmark = pytest.mark.mpi(min_size=2)
-two = pytest.mark.mpi(min_size=2, max_size=2)  # what a third rank changes is seen without it
 
 # A small model that every strategy can divide, and how: by the size of the world.
 SHAPE = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 40}
@@ -66,7 +65,7 @@ def words_of(world: World, folder: Path, **changes: Any) -> list[str]:
 @pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in ON_THREE else two) for case in CASES])
 @pytest.mark.long("BCO", "muon, compiled", "DoRA, ORPO")
 @pytest.mark.long("DPO", "GRPO", ranks=3)
-def test_ranks_train_to_the_weights_of_one(world: World, folder: Path, case: str) -> None:
+def test_ranks_train_to_the_weights_of_one(world, folder, case: str) -> None:
     """21 rows in batches of 8: an epoch's last batch is ragged, and a rank of three may get nothing of it."""
     words, ways = CASES[case]
     common = [*words_of(world, folder), "train.steps=3", "checkpoint.final=last", *words]
@@ -92,7 +91,7 @@ def test_ranks_train_to_the_weights_of_one(world: World, folder: Path, case: str
 
 
 @pytest.mark.long(ranks=3)
-def test_a_run_moves_between_strategies_and_one_rank(world: World, folder: Path) -> None:
+def test_a_run_moves_between_strategies_and_one_rank(world, folder) -> None:
     """Rows that stream, weights of every division, optimizer: one checkpoint for all."""
     common = [*words_of(world, folder, mlp_bias=True), "model.method=full", "train.learning_rate=1e-4"]
     common += ["train.schedule=constant", "checkpoint.every=1", "data.valid=null"]
@@ -113,7 +112,7 @@ def test_a_run_moves_between_strategies_and_one_rank(world: World, folder: Path)
 
 @two
 @pytest.mark.parametrize("way", ALL)
-def test_a_stopped_run_has_the_bits_of_one_that_never_stopped(world: World, folder: Path, way: str) -> None:
+def test_a_stopped_run_has_the_bits_of_one_that_never_stopped(world, folder, way: str) -> None:
     """Of replicas, with what compression left out; of stages, of which the first trains nothing."""
     own = {"replicas": ["sync.compression=topk", "model.dropout=0.1"], "stages": ["model.blocks=1"]}.get(way, [])
     words = [*words_of(world, folder), *WAYS[way][2], *own, "train.schedule=constant", "data.valid=null"]
@@ -136,7 +135,7 @@ def large(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("way", MODEL_DIVIDED)
-def test_a_rank_reads_and_holds_its_planned_part(world: World, large: Path, way: str) -> None:
+def test_a_rank_reads_and_holds_its_planned_part(world, large: Path, way: str) -> None:
     """Loading piece by piece: never more than 1.2 times what is kept, and that in proportion to the plan within 10 %."""
     model_settings = ModelSettings(path=str(large), rank=4)
     shape = partition.model_shape_of(json.loads((large / "config.json").read_text()))
@@ -166,7 +165,7 @@ def test_a_rank_reads_and_holds_its_planned_part(world: World, large: Path, way:
 
 @pytest.mark.parametrize("way", MODEL_DIVIDED)
 @pytest.mark.long(ranks=3)
-def test_ranks_leave_together_when_one_cannot_write_or_nothing_is_finite(world: World, folder: Path, way: str) -> None:
+def test_ranks_leave_together_when_one_cannot_write_or_nothing_is_finite(world, folder, way: str) -> None:
     common = [*words_of(world, folder), WAYS[way][world.size][0], "data.valid=null"]
 
     def full(*paths: Path) -> None:

@@ -80,7 +80,7 @@ def proof_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_form_has_the_runs_log_probabilities(name: str, tmp_path: Path) -> None:
+def test_every_form_has_the_runs_log_probabilities(name: str, tmp_path) -> None:
     run = opened(tmp_path, name)
     for form in ("mlx", "fused", "peft"):
         status, folder = export(run, "--to", form)
@@ -94,7 +94,7 @@ def test_every_form_has_the_runs_log_probabilities(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["llama, patterns", "qwen3_moe", "qwen2, tied dora", "qwen3, tied embeddings"])
-def test_an_exported_peft_adapter_starts_a_run_with_the_same_model(name: str, tmp_path: Path) -> None:
+def test_an_exported_peft_adapter_starts_a_run_with_the_same_model(name: str, tmp_path) -> None:
     run = opened(tmp_path, name)
     folder = export(run, "--to", "peft")[1] / "peft"
     settings = run.settings.model.model_copy(update={"adapter": str(folder)})
@@ -104,9 +104,7 @@ def test_an_exported_peft_adapter_starts_a_run_with_the_same_model(name: str, tm
     assert trained_run.largest_difference(found, trained_run.model_logps(run.model(), run.rows)) <= trained_run.LIMIT
 
 
-def test_what_four_bits_cannot_hold_is_not_written_in_four_bits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_four_bits_cannot_hold_is_not_written_in_four_bits(tmp_path, capsys) -> None:
     """A small adapter over MXFP4 experts: rounding undoes it."""
     keys = "[self_attn.q_proj,mlp.experts.up_proj,mlp.experts.down_proj]"
     base = exported.base_model(tmp_path / "base", "gpt_oss", bits=4, mode="mxfp4")
@@ -117,7 +115,7 @@ def test_what_four_bits_cannot_hold_is_not_written_in_four_bits(
     refused(folder, "--to peft", "how PEFT names the experts of this family is not known", capsys)
 
 
-def test_a_full_run_is_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_run_is_its_model(tmp_path, capsys) -> None:
     base = exported.base_model(tmp_path / "base", "qwen3", dtype="bfloat16")
     run = exported.run_of(tmp_path / "run", base, **{"model.method": "full"})
     assert command.main([str(run), "--to", "fused"]) == 0
@@ -149,7 +147,7 @@ def sequences() -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("name", WANTED)
-def test_adapters_that_peft_trained_have_its_log_probabilities(name: str, tmp_path: Path) -> None:
+def test_adapters_that_peft_trained_have_its_log_probabilities(name: str, tmp_path) -> None:
     base = exported.base_model(tmp_path / "base", "llama")
     settings = exported.settings_of(tmp_path, base, **WANTED[name], **{"model.adapter": PEFT / name}).model
     model = models.load(settings, 0)
@@ -180,7 +178,7 @@ def test_pefts_arrays_come_out_again_with_the_same_bytes(name: str) -> None:
         ({"r": 4}, "has rank 2, but adapter_config.json says 4"),
     ],
 )
-def test_what_of_peft_has_no_counterpart_is_named(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_of_peft_has_no_counterpart_is_named(change: dict[str, Any], words: str, tmp_path) -> None:
     shutil.copytree(PEFT / "llama-lora", tmp_path / "adapter")
     config = tmp_path / "adapter" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
@@ -198,7 +196,7 @@ def test_what_of_peft_has_no_counterpart_is_named(change: dict[str, Any], words:
         (".self_attn.", "._checkpoint_wrapped_module.self_attn."),
     ],
 )
-def test_pefts_other_spellings_are_matched(spelling: tuple[str, str], tmp_path: Path) -> None:
+def test_pefts_other_spellings_are_matched(spelling: tuple[str, str], tmp_path) -> None:
     shutil.copytree(PEFT / "llama-lora", tmp_path / "adapter")
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
     arrays = {name.replace(*spelling): array for name, array in mx.load(str(weights)).items()}
@@ -236,7 +234,7 @@ def with_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
 
 def test_every_form_carries_the_template_and_the_end_of_turn_that_were_trained(
-    with_tokenizer: Callable[..., Path], tmp_path: Path
+    with_tokenizer: Callable[..., Path], tmp_path
 ) -> None:
     """ChatML on a base whose own end is another token, by data.chat_template=FILE."""
     from gguf import GGUFReader
@@ -275,7 +273,7 @@ def test_every_form_carries_the_template_and_the_end_of_turn_that_were_trained(
 
 
 def test_the_end_of_turn_is_the_files_where_the_model_names_several_ends(
-    with_tokenizer: Callable[..., Path], tmp_path: Path
+    with_tokenizer: Callable[..., Path], tmp_path
 ) -> None:
     """Phi's generation_config.json has <|assistant|> before <|end|>; llama.cpp ends answers at eos and eot alone."""
     from gguf import GGUFReader
@@ -289,7 +287,7 @@ def test_the_end_of_turn_is_the_files_where_the_model_names_several_ends(
 
 
 def test_an_exported_template_renders_without_arguments_as_the_run_did(
-    with_tokenizer: Callable[..., Path], tmp_path: Path
+    with_tokenizer: Callable[..., Path], tmp_path
 ) -> None:
     """Without thinking, as training put it, though the template's own default is another; with an argument as asked."""
     from transformers import AutoTokenizer
@@ -308,14 +306,14 @@ MAPPED = [name for name, shape in exported.FAMILIES.items() if shape["model_type
 
 
 @pytest.mark.parametrize("family", MAPPED)
-def test_a_run_of_every_family_is_proven_to_be_in_its_file(family: str, tmp_path: Path) -> None:
+def test_a_run_of_every_family_is_proven_to_be_in_its_file(family: str, tmp_path) -> None:
     run = exported.run_of(tmp_path / "run", exported.base_model(tmp_path / "base", family))
     assert command.main([str(run), "--to", "gguf", "--out", str(tmp_path / "out")]) == 0
     found = proof_of(tmp_path / "out")
     assert found["difference"] <= 1e-4 < 0.1 < found["trained_difference"], found
 
 
-def test_types_round_the_weights_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_types_round_the_weights_and_nothing_else(tmp_path, capsys) -> None:
     from gguf import GGUFReader
 
     run = exported.run_of(tmp_path / "run", exported.base_model(tmp_path / "base", "llama", bits=4))
@@ -343,7 +341,7 @@ def test_types_round_the_weights_and_nothing_else(tmp_path: Path, capsys: pytest
     ],
 )  # fmt: skip
 def test_what_gguf_cannot_say_is_refused_before_a_weight_is_written(
-    changes: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    changes: dict[str, Any], words: str, tmp_path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setitem(exported.FAMILIES, "changed", changes)
     base = exported.base_model(tmp_path / "base", "changed")
@@ -401,7 +399,7 @@ def test_the_shape_of_a_chat_template_renders_as_the_models_own(name: str) -> No
     ],
 )
 def test_a_template_without_a_shape_is_refused(
-    template: str, words: str, with_tokenizer: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    template: str, words: str, with_tokenizer: Callable[..., Path], capsys
 ) -> None:
     refused(with_tokenizer("Qwen-Qwen3-0.6B", template), "--to ollama", words, capsys)
 
@@ -409,7 +407,7 @@ def test_a_template_without_a_shape_is_refused(
 # ---- The command
 
 
-def test_an_export_is_whole_and_says_what_it_is(run: TrainedRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_is_whole_and_says_what_it_is(run: TrainedRun, capsys) -> None:
     (run.folder / "export" / ".fused.unfinished" / "torn-folder").mkdir(parents=True)  # of a process that was killed
     status, folder = export(run, "--to", "fused")
     assert status == 0
@@ -423,9 +421,7 @@ def test_an_export_is_whole_and_says_what_it_is(run: TrainedRun, capsys: pytest.
     refused(run.folder, "--to fused", "exists already; give another folder by --out", capsys)
 
 
-def test_a_wrong_export_is_not_written(
-    run: TrainedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_export_is_not_written(run: TrainedRun, capsys, monkeypatch) -> None:
     in_pairs = gguf.neighbouring_pairs
     with monkeypatch.context() as patches:
         patches.setattr(LoRALinear, "fuse", lambda layer: layer.linear)
@@ -449,12 +445,12 @@ def test_a_wrong_export_is_not_written(
         ("--dry-run", "--to: give the form"),
     ],
 )
-def test_wrong_input_is_one_line(words: str, message: str, run: TrainedRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_one_line(words: str, message: str, run: TrainedRun, capsys) -> None:
     refused(run.folder, words, message, capsys)
     assert not (run.folder / "export").exists()
 
 
-def test_a_base_that_nobody_has_is_exported_whole_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_base_that_nobody_has_is_exported_whole_only(tmp_path, capsys) -> None:
     run = tiny.run(tmp_path, train__steps=3, checkpoint__every=1, evaluate__every=1)
     refused(run, "--to mlx", "take --to fused", capsys)
     digests = []
@@ -467,7 +463,7 @@ def test_a_base_that_nobody_has_is_exported_whole_only(tmp_path: Path, capsys: p
 # ---- Pure parts
 
 
-def test_a_quantised_base_names_its_original(tmp_path: Path) -> None:
+def test_a_quantised_base_names_its_original(tmp_path) -> None:
     run = opened(tmp_path, "gemma3, 4-bit")
     assert peft.original_of(run) == str(run.base)
     (run.base / "README.md").write_text("---\nbase_model: google/gemma-3-1b-it\n---\n# Converted\n")
@@ -501,9 +497,7 @@ def written_before(tmp_path: Path) -> Path:
     return folder
 
 
-def test_an_export_is_pushed_whole_with_its_card(
-    hub: MagicMock, run: TrainedRun, written_before: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_is_pushed_whole_with_its_card(hub: MagicMock, run: TrainedRun, written_before: Path, capsys) -> None:
     assert command.main([str(written_before), "--push", "ann/model", "--dry-run"]) == 0
     assert "a.safetensors  100,000 bytes" in capsys.readouterr().out and not hub.method_calls
     status, folder = export(run, "--to", "mlx", "--push", "ann/model", "--private")
@@ -523,7 +517,7 @@ def test_an_export_is_pushed_whole_with_its_card(
     ],
 )
 def test_what_the_hub_refuses_is_one_line(
-    call: str, error: Exception, status: int, words: str, hub: MagicMock, written_before: Path, capsys: Any
+    call: str, error: Exception, status: int, words: str, hub: MagicMock, written_before: Path, capsys
 ) -> None:
     getattr(hub, call).side_effect = error
     refused(written_before, "--push ann/model", words, capsys, status)

@@ -4,7 +4,6 @@ import io
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -74,7 +73,7 @@ def plain_loss(model: nn.Module, examples: list[Example], reference: mx.array) -
 
 
 @pytest.mark.parametrize("family", EVERY)
-def test_a_family_equals_itself_shared_and_in_stages(tmp_path: Path, family: str) -> None:
+def test_a_family_equals_itself_shared_and_in_stages(tmp_path, family: str) -> None:
     path, examples = families.stored(tmp_path / "stored", family), pairs()
     assert families.row(path, family) in families.documented()
     if family in CANNOT:
@@ -124,7 +123,7 @@ def test_a_family_equals_itself_shared_and_in_stages(tmp_path: Path, family: str
     assert mx.array_equal(completion_logps(again.eval(), inputs), completion_logps(model.eval(), inputs))
 
 
-def test_dropout_within_a_recurrence_follows_the_token(tmp_path: Path) -> None:
+def test_dropout_within_a_recurrence_follows_the_token(tmp_path) -> None:
     settings = ModelSettings(path=str(families.stored(tmp_path / "stored", "qwen3_5")), dropout=0.3)
     model = load_module.load(settings, 0)
     adapters.make_trainable(model, settings, 0)
@@ -143,9 +142,7 @@ def test_dropout_within_a_recurrence_follows_the_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "family", [pytest.param(n, marks=() if n in NEW else pytest.mark.long) for n in families.names() if n != "olmo"]
 )
-def test_a_family_s_exports_are_proven_or_refused(
-    tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_family_s_exports_are_proven_or_refused(tmp_path, family: str, capsys) -> None:
     """All that docs/families.md says of them, read back; by --to mlx also what mlx-lm makes of the adapter."""
     path = families.stored(tmp_path / "stored", family)
     if family in CANNOT:
@@ -190,9 +187,7 @@ DENSE = ["qwen3_5", "mamba", "falcon_h1", "recurrent_gemma", "rwkv7"]
 
 
 @pytest.mark.parametrize("family", [*MOE, "jamba", "bailing_moe_linear", *DENSE])
-def test_gradients_are_those_of_whole_rows_in_float64(
-    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_those_of_whole_rows_in_float64(tmp_path, family: str, monkeypatch) -> None:
     monkeypatch.setattr(recurrences, "CHUNK", 8)
     monkeypatch.setattr(recurrences, "VECTOR_CHUNK", 4)
     monkeypatch.setattr(recurrences, "PIECE", 5)
@@ -224,7 +219,7 @@ def test_gradients_are_those_of_whole_rows_in_float64(
         assert error(found, wanted) < 1e-5
 
 
-def test_packed_experts_and_the_router_stay_as_they_are(tmp_path: Path) -> None:
+def test_packed_experts_and_the_router_stay_as_they_are(tmp_path) -> None:
     settings = ModelSettings(path=str(exported.base_model(tmp_path / "base", "gpt_oss", 4, mode="mxfp4")))
     model = load_module.load(settings, 0)
     adapters.make_trainable(model, settings, 0)
@@ -244,7 +239,7 @@ VIEWS = {"Slice", "Split", "Reshape", "Squeeze", "ExpandDims", "Transpose", "Bro
 
 
 @pytest.mark.parametrize("family", ["mamba", "jamba", "mamba2", "recurrent_gemma", "bailing_moe_linear", "rwkv7"])
-def test_buffers_grow_with_the_length_and_fit(tmp_path: Path, family: str) -> None:
+def test_buffers_grow_with_the_length_and_fit(tmp_path, family: str) -> None:
     """At 1,024 and 2,048 tokens; so of 64 blocks at 8,192. mlx-lm's loop of mamba has 58 a token and block."""
     model = families.build(families.stored(tmp_path / "stored", family))
     counts = []

@@ -78,7 +78,7 @@ def assert_equal(model: nn.Module, examples: list[Example], batch: Batch, compil
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.long("mixtral", "qwen3", "llama")
-def test_a_stream_gives_the_log_probabilities_and_gradients_of_sequences_alone(tmp_path: Path, family: str) -> None:
+def test_a_stream_gives_the_log_probabilities_and_gradients_of_sequences_alone(tmp_path, family: str) -> None:
     model = load(tmp_path, family)
     assert stream_trial.cannot_share_prompts(model) is None
     layouts = set()
@@ -98,7 +98,7 @@ def graph_of(states: mx.array) -> Counter[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_last_block_goes_on_with_the_tokens_that_the_head_sees(tmp_path: Path, family: str) -> None:
+def test_the_last_block_goes_on_with_the_tokens_that_the_head_sees(tmp_path, family: str) -> None:
     model = load(tmp_path, family)
     assert stream_trial.cannot_share_prompts(model) is None
     batch = collate(draw(3, 4, shortest_prompt=6), 4, shared_prompts=True)
@@ -109,7 +109,7 @@ def test_the_last_block_goes_on_with_the_tokens_that_the_head_sees(tmp_path: Pat
     assert more["Gather"] >= 2 and not any("Mat" in name or "MM" in name for name in more), "no product is made twice"
 
 
-def test_a_model_that_needs_every_token_after_its_blocks_gets_them(tmp_path: Path) -> None:
+def test_a_model_that_needs_every_token_after_its_blocks_gets_them(tmp_path) -> None:
     model = load(tmp_path, "llama")
     backbone, embedding = type(model.model), model.model.embed_tokens
 
@@ -124,7 +124,7 @@ def test_a_model_that_needs_every_token_after_its_blocks_gets_them(tmp_path: Pat
     assert_equal(model, examples, collate(examples, 4, shared_prompts=True))
 
 
-def test_with_dropout_every_token_goes_through_the_last_block(tmp_path: Path) -> None:
+def test_with_dropout_every_token_goes_through_the_last_block(tmp_path) -> None:
     model = load(tmp_path, "llama", dropout=0.1)
     assert stream_trial.cannot_share_prompts(model) is None and layout_of(model).ends_early
     inputs = token_stream.arrays_of(collate(draw(3, 4, shortest_prompt=6), 4, shared_prompts=True).inputs)
@@ -138,13 +138,13 @@ def test_with_dropout_every_token_goes_through_the_last_block(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_whole_rows_for_the_families_that_cannot_share(tmp_path: Path, family: str) -> None:
+def test_whole_rows_for_the_families_that_cannot_share(tmp_path, family: str) -> None:
     model = load(tmp_path, family)
     examples = draw(11, 3)
     assert_equal(model, examples, collate(examples, 4, shared_prompts=False))
 
 
-def test_a_family_with_its_own_attention_is_found_out(tmp_path: Path) -> None:
+def test_a_family_with_its_own_attention_is_found_out(tmp_path) -> None:
     model = families.build(families.stored(tmp_path / "stored", "nanbeige"))  # its blocks run twice
     model.make_cache = lambda: []  # and in a stream once
     assert "would change its outputs" in str(stream_trial.cannot_share_prompts(model))
@@ -155,7 +155,7 @@ def test_a_family_with_its_own_attention_is_found_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.long("False-*", "True-True-full", "True-False-lora")
 def test_chunks_of_the_head_checkpoints_and_compilation_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, checkpointing: bool, compiled: bool
+    tmp_path, monkeypatch, method: str, checkpointing: bool, compiled: bool
 ) -> None:
     model = load(tmp_path, "llama", method=method)
     kind = type(model.layers[0])
@@ -181,7 +181,7 @@ def test_chunks_of_the_head_checkpoints_and_compilation_change_nothing(
     ],
 )
 def test_blocks_that_are_made_again_have_the_same_gradients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any]
+    tmp_path, monkeypatch, family: str, changes: dict[str, Any]
 ) -> None:
     model, examples = load(tmp_path, family, **changes), draw(4, 2)
     inputs = token_stream.arrays_of(collate(examples, 4, False).inputs)
@@ -206,7 +206,7 @@ def test_blocks_that_are_made_again_have_the_same_gradients(
         assert mx.allclose(again[name], slope, rtol=0, atol=1e-6 * mx.linalg.norm(slope).item()), name
 
 
-def test_softcapped_and_quantised_heads_keep_their_gradient(tmp_path: Path) -> None:
+def test_softcapped_and_quantised_heads_keep_their_gradient(tmp_path) -> None:
     gemma = load(tmp_path, "gemma2")  # softcapped and tied
     examples = draw(5, 2)
     assert_equal(gemma, examples, collate(examples, 4, False))
@@ -218,7 +218,7 @@ def test_softcapped_and_quantised_heads_keep_their_gradient(tmp_path: Path) -> N
     assert_equal(model, examples, collate(examples, 4, True))
 
 
-def test_no_more_than_a_chunk_of_logits_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_than_a_chunk_of_logits_is_made_at_a_time(tmp_path, monkeypatch) -> None:
     model, made = load(tmp_path, "llama"), []
     plain = logps_module._logps_and_slope
     monkeypatch.setattr(logps_module, "LOGITS_BYTES", 10 * VOCABULARY * 4)
@@ -266,7 +266,7 @@ def test_low_rank_linears_equal_mlx_lms_layers(kind: str, names: tuple[str, ...]
         assert mx.linalg.norm(ours - theirs).item() <= rounding.roundoff(96 * 2) * mx.linalg.norm(theirs).item()
 
 
-def test_low_rank_products_are_made_in_the_models_type_from_float32_adapters(tmp_path: Path) -> None:
+def test_low_rank_products_are_made_in_the_models_type_from_float32_adapters(tmp_path) -> None:
     model = load(tmp_path, "llama", dtype="bfloat16")
     layer = model.layers[0].mlp.up_proj
     assert type(layer) is lora_layers.LowRankLinear and layer.lora_a.dtype == mx.float32
@@ -280,7 +280,7 @@ def test_low_rank_products_are_made_in_the_models_type_from_float32_adapters(tmp
 
 
 @pytest.mark.parametrize("device", [mx.cpu, mx.gpu])
-def test_both_forms_of_the_loss_equal_float64(device: mx.DeviceType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_forms_of_the_loss_equal_float64(device: mx.DeviceType, monkeypatch) -> None:
     """Both on this device: which is taken is the only thing that asks for it."""
     monkeypatch.setattr(mx, "default_device", lambda: device)
     logits = mx.concatenate([mx.random.normal((6, 50)) * 5, mx.array([[0.0, 300.0, -300.0] + [0.0] * 47])])
@@ -296,7 +296,7 @@ def test_both_forms_of_the_loss_equal_float64(device: mx.DeviceType, monkeypatch
 
 
 @pytest.mark.parametrize("ours", [patches.lean_swiglu, patches.quick_swiglu])
-def test_swiglu_equals_mlx_lms_function(tmp_path: Path, ours: Any) -> None:
+def test_swiglu_equals_mlx_lms_function(tmp_path, ours: Any) -> None:
     model = load(tmp_path, "llama")
     assert sys.modules[type(model).__module__].swiglu is patches.quick_swiglu  # on this CPU
     gate = mx.concatenate([mx.random.normal((7, 64)) * 4, mx.array([[-200.0, -30.0, 0.0, 200.0] * 16])])
@@ -307,7 +307,7 @@ def test_swiglu_equals_mlx_lms_function(tmp_path: Path, ours: Any) -> None:
         assert mx.linalg.norm(mine - theirs).item() <= 1e-5 * mx.linalg.norm(theirs).item()
 
 
-def test_gpt_oss_hands_its_scale_on_by_position(tmp_path: Path) -> None:
+def test_gpt_oss_hands_its_scale_on_by_position(tmp_path) -> None:
     rope = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
     shape = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "hidden_size": 32, "sliding_window": 128}
     shape |= {"rope_theta": 1e4, "layer_types": ["sliding_attention", "full_attention"], "rope_scaling": rope}

@@ -3,7 +3,6 @@
 import itertools
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -269,7 +268,7 @@ def step_gradients(
 WORDS = ("train.loss=grpo", "train.max_grad_norm=null", "train.beta=0.5", "train.temperature=0.7")
 
 
-def test_a_steps_loss_and_every_gradient_equal_float64(tmp_path: Path) -> None:
+def test_a_steps_loss_and_every_gradient_equal_float64(tmp_path) -> None:
     model, settings = build(tmp_path, *WORDS, "train.advantages=batch_standardized")
     rows = rows_of(3)
     result, (_, gradients) = step_gradients(model, settings, rows, [2, 1])
@@ -303,7 +302,7 @@ def test_a_steps_loss_and_every_gradient_equal_float64(tmp_path: Path) -> None:
     rounding.assert_within(found, [{"loss": np.array(loss_now())}, expected], limits)
 
 
-def test_micro_batches_of_any_size_and_layout_add_up_to_the_same_step(tmp_path: Path) -> None:
+def test_micro_batches_of_any_size_and_layout_add_up_to_the_same_step(tmp_path) -> None:
     model, settings = build(tmp_path, *WORDS)
     rows = rows_of(6)
     wanted = rounding.expected_and_limits(model, lambda: step_gradients(model, settings, rows, [6])[1])
@@ -315,7 +314,7 @@ def test_micro_batches_of_any_size_and_layout_add_up_to_the_same_step(tmp_path: 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probabilities_and_entropies_of_tokens_are_those_of_the_logits(
-    tmp_path: Path, training: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
+    tmp_path, training: bool, temperature: float, monkeypatch
 ) -> None:
     model, _ = build(tmp_path)
     model.train(training)
@@ -350,7 +349,7 @@ def records(count: int, seed: int = 0, samples: int = 4) -> list[dict[str, Any]]
     return made
 
 
-def test_masked_tokens_are_not_learnt_and_rewards_of_masked_completions_count(tmp_path: Path) -> None:
+def test_masked_tokens_are_not_learnt_and_rewards_of_masked_completions_count(tmp_path) -> None:
     record = {"completion_ids": [[7, 8, 1], [9, 1], [3]], "rewards": [1.0, 0.5, None]}
     record |= {"logps": [[-1, -2, -3], [-4, -5], [0]], "completion_mask": [[1, 0, 1], [0, 0], [1]]}
     made = [{"prompt_ids": [5, 6], **record}]
@@ -392,7 +391,7 @@ GOOD = {"prompt_ids": [5, 6], "completion_ids": [[7, 1], [8]], "rewards": [1.0, 
     ],
     ids=str,
 )
-def test_a_record_that_is_no_group_is_one_clear_line(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
+def test_a_record_that_is_no_group_is_one_clear_line(tmp_path, change: dict[str, Any], expected: str) -> None:
     file = tiny.write_jsonl(tmp_path / "groups.jsonl", [GOOD, GOOD | change])
     settings = DataSettings(train=str(file), max_length=64)
     with pytest.raises(UserError) as error:

@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -25,9 +24,7 @@ def examples(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("script", HELPED, ids=lambda script: script[-1])
-def test_an_example_of_a_help_is_understood(
-    script: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_example_of_a_help_is_understood(script: tuple[str, ...], tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     found = examples(help_of(*script))
     assert found, "a help without an example"
@@ -37,7 +34,7 @@ def test_an_example_of_a_help_is_understood(
 
 
 @pytest.mark.long
-def test_mlxs_own_launcher_finds_the_program(tmp_path: Path) -> None:
+def test_mlxs_own_launcher_finds_the_program(tmp_path) -> None:
     """It starts what stands in the PATH, where `make setup` has a link; and says 0, whatever becomes of the ranks."""
     setup = (ROOT / "lib/system/installation.py").read_text()
     assert '(BIN / "train.py").symlink_to("../../train.py")' in setup

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -86,7 +85,7 @@ def test_what_is_wrong_is_one_line(text: str, told: str) -> None:
     assert "\n" not in line and "\x1b" not in line and len(line) < 300 and line.startswith("host file x")
 
 
-def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for path, told in ((tmp_path / "none", "No such file"), (tmp_path / "binary", "not UTF-8 text")):
         with pytest.raises(UserError, match=told):

@@ -168,17 +168,7 @@ def test_few_functions_take_the_whole_configuration() -> None:
 
 
 # Debts: classes and files whose names stand twice.
-NAMED_TWICE = {
-    "Group",
-    "Question",
-    "Message",
-    "Channel",
-    "Listener",
-    "RankState",
-    "Watcher",
-    "Sampling",
-    "Link",
-}
+NAMED_TWICE = {"Group", "Question", "Message", "Channel", "Listener", "RankState", "Watcher", "Sampling", "Link"}
 NAMED_TWICE |= {"Machine", "Load", "Ranks", "Ended", "Verdict", "Part", "Answer", "load.py", "command.py"}
 
 

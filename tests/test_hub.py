@@ -190,7 +190,7 @@ for source in sys.argv[2:]:
 """
 
 
-def test_the_real_library_reads_every_layout_from_a_hub(tmp_path: Path) -> None:
+def test_the_real_library_reads_every_layout_from_a_hub(tmp_path) -> None:
     every = [(name, *one) for name, (_, asked) in REPOSITORIES.items() for one in asked.items()]
     asked = [(f"hf://ann/{name}{options}", rows) for name, options, rows in every]
     wrong = [f"hf://ann/{name}" for name, _ in WRONG]
@@ -221,7 +221,7 @@ print(json.dumps([first, fetched, rows, order.tolist(), data.digest]))
 
 
 @pytest.mark.parametrize("name, is_local", [("ids", False), ("ids", True), ("lines", False)])
-def test_a_stream_from_a_hub_fetches_what_its_steps_need(tmp_path: Path, name: str, is_local: bool) -> None:
+def test_a_stream_from_a_hub_fetches_what_its_steps_need(tmp_path, name: str, is_local: bool) -> None:
     """Ten row groups of four: the first batch needs one, beside the one whose rows are the sample."""
     source = f"hf://{written(tmp_path / 'ids', REPOSITORIES['ids'][0])}" if is_local else f"hf://ann/{name}"
     with served() as address:  # the second one finds the groups in the cache
@@ -233,7 +233,7 @@ def test_a_stream_from_a_hub_fetches_what_its_steps_need(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("name", REPOSITORIES)
-def test_a_local_folder_of_the_same_layout_gives_the_same_rows(name: str, tmp_path: Path) -> None:
+def test_a_local_folder_of_the_same_layout_gives_the_same_rows(name: str, tmp_path) -> None:
     files, asked = REPOSITORIES[name]
     written(tmp_path / name, files)
     cache = str(tmp_path / "cache")
@@ -247,7 +247,7 @@ def test_a_local_folder_of_the_same_layout_gives_the_same_rows(name: str, tmp_pa
             assert any(word in str(error.value) for word in words.split("|"))
 
 
-def test_a_broken_line_of_a_hub_is_named(tmp_path: Path) -> None:
+def test_a_broken_line_of_a_hub_is_named(tmp_path) -> None:
     (tmp_path / "train.jsonl").write_bytes(json_lines(PAIRS[:2]) + b"{broken\n")
     (tmp_path / "empty").mkdir()
     for source, why in (

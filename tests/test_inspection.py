@@ -28,7 +28,7 @@ def file(tmp_path: Path) -> Path:
     return tiny.write_jsonl(tmp_path / "pairs.jsonl", rows)
 
 
-def test_everything_is_counted_once(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_is_counted_once(file: Path, tmp_path, capsys) -> None:
     tokenizer = byte_level(CORPUS)
     tokenizer.save_pretrained(tmp_path / "model")
     tiny.model_folder(tmp_path / "model", vocab_size=len(tokenizer))
@@ -45,7 +45,7 @@ def test_everything_is_counted_once(file: Path, tmp_path: Path, capsys: pytest.C
     assert "chosen: What is 0 + 30?⟦The answer is 42. 0</s>⟧" in said
 
 
-def test_it_needs_no_model_and_faults_are_one_line(file: Path, tmp_path: Path) -> None:
+def test_it_needs_no_model_and_faults_are_one_line(file: Path, tmp_path) -> None:
     command = [sys.executable, "-m", "lib.data", "--inspect"]
     done = subprocess.run(
         [*command, str(file), f"data.cache_dir={tmp_path}/cache"], cwd=ROOT, capture_output=True, text=True

@@ -153,7 +153,7 @@ def save_classifier(folder: Path, labels: int = 1) -> np.ndarray:
     return head
 
 
-def test_a_classifier_scores_each_answer_as_alone(tmp_path: Path) -> None:
+def test_a_classifier_scores_each_answer_as_alone(tmp_path) -> None:
     """The score is the head's output at the last token of the chat, whatever is batched with it."""
     head = save_classifier(tmp_path)
     judge = scorer_of(settings(f"reward:{tmp_path}"))

@@ -34,9 +34,7 @@ def fused(*arrays: object) -> set[str]:
 
 
 @pytest.mark.parametrize("words", [[], ["train.loss=sft"], ["model.dtype=bfloat16", "train.loss=ipo"]], ids=str)
-def test_the_parts_of_a_step_have_every_kernel_of_the_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
-) -> None:
+def test_the_parts_of_a_step_have_every_kernel_of_the_whole(tmp_path, monkeypatch, words: list[str]) -> None:
     model_words = [f"model.path={tiny.model_folder(tmp_path)}", "data.train=-", "train.compile=true"]
     settings = load.load(None, [*model_words, *words])
     count = 1 if settings.train.loss == "sft" else 2
@@ -102,9 +100,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
     monkeypatch.setattr(sys, "executable", str(tiny.script(tmp_path / "python", does)))
 
 
-def test_kernels_are_compiled_once_for_a_kind_of_model_and_loss(
-    on_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_compiled_once_for_a_kind_of_model_and_loss(on_cuda: Path, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(kernels, "PARTS", {"update": kernels.update})
     python(tmp_path, monkeypatch, 'sleep 0.3; cd "$MLX_PTX_CACHE_DIR"; pwd > $3.txt; cat > $3.ptx')
     (told,) = compiled_once(tmp_path)
@@ -116,9 +112,7 @@ def test_kernels_are_compiled_once_for_a_kind_of_model_and_loss(
     assert compiled_once(tmp_path) == [] and len(compiled_once(tmp_path, ["train.loss=ipo"], rows=1)) == 1
 
 
-def test_the_first_rank_of_each_host_compiles_where_rows_are_known(
-    on_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_rank_of_each_host_compiles_where_rows_are_known(on_cuda: Path, tmp_path, monkeypatch) -> None:
     python(tmp_path, monkeypatch, "exit 0")
     assert compiled_once(tmp_path, rows=None) == compiled_once(tmp_path, rank=1, hosts="aa") == []
     assert compiled_once(tmp_path, rank=2, hosts="abb") == [] and not on_cuda.exists()
@@ -130,9 +124,7 @@ def test_the_first_rank_of_each_host_compiles_where_rows_are_known(
     assert compiled_once(tmp_path, ["train.loss=ipo"]) == []
 
 
-def test_kernels_are_compiled_anew_for_what_their_code_depends_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_compiled_anew_for_what_their_code_depends_on(tmp_path, monkeypatch) -> None:
     def digest(*words: str, **stored: object) -> str:
         model = tiny.model_folder(tmp_path, **stored)
         settings = load.load(None, [f"model.path={model}", "data.train=-", *words])
@@ -156,7 +148,7 @@ def test_kernels_are_compiled_anew_for_what_their_code_depends_on(
     assert len({same, *others, digest()}) == 2 + len(others)
 
 
-def test_the_small_model_is_of_the_kind_of_the_whole_one(tmp_path: Path) -> None:
+def test_the_small_model_is_of_the_kind_of_the_whole_one(tmp_path) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 9, "vocab_size": 5000}
     stored = shape | {"quantization": {"bits": 4, "group_size": 32}, "torch_dtype": "float16"}
     folder = tiny.model_folder(tmp_path, **stored)
@@ -169,7 +161,7 @@ def test_the_small_model_is_of_the_kind_of_the_whole_one(tmp_path: Path) -> None
     assert few["text_config"]["num_hidden_layers"] == 4, "of Qwen3.5 the fourth block attends"
 
 
-def test_the_first_step_waits_for_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_step_waits_for_the_kernels(tmp_path, monkeypatch) -> None:
     events, take = list[str](), Step.__call__
 
     @contextlib.contextmanager

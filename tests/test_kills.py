@@ -53,7 +53,7 @@ def play(folder: Path, words: list[str], kills: int, seed: int, prefix: list[str
     ],
     ids=["four", "twenty", "rounds"],
 )
-def test_killed_anywhere_and_resumed_is_bit_identical(tmp_path: Path, words: list[str], kills: int) -> None:
+def test_killed_anywhere_and_resumed_is_bit_identical(tmp_path, words: list[str], kills: int) -> None:
     steps = 5 + 3 * kills
     words = [*tiny.settings(tmp_path), f"train.steps={steps}", "checkpoint.every=1", "evaluate.samples=0", *words]
     tiny.train(tmp_path, [*words, "run.name=whole"])
@@ -65,7 +65,7 @@ def test_killed_anywhere_and_resumed_is_bit_identical(tmp_path: Path, words: lis
         assert told[0] == told[1] != []
 
 
-def test_a_killed_rank_under_mpirun_leaves_word_how_to_go_on(tmp_path: Path) -> None:
+def test_a_killed_rank_under_mpirun_leaves_word_how_to_go_on(tmp_path) -> None:
     words = [*tiny.settings(tmp_path), "--config", str(tiny.config_file(tmp_path)), "train.steps=5000", "run.name=r"]
     command = [str(mpi_and_blas.mpirun_path()), "-n", "2", sys.executable, str(ROOT / "train.py"), *words]
     life = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

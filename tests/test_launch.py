@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +12,7 @@ from lib.errors import UserError
 from lib.launch import command, hostfile, job, ssh
 from tests import tiny
 from tests.cluster import Host
-
-ROOT = Path(__file__).parents[1]
+from tests.tiny import ROOT
 
 
 def launch(*words: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
@@ -62,7 +60,7 @@ def test_a_resumed_run_keeps_its_settings_and_plans_again_for_another_world() ->
     )
 
 
-def test_a_path_in_the_home_is_copied_to_the_other_hosts_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_in_the_home_is_copied_to_the_other_hosts_home(tmp_path, monkeypatch) -> None:
     here, there = tmp_path / "ada", tmp_path / "bea"
     for home in (here, there):
         (home / "data").mkdir(parents=True)
@@ -99,7 +97,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.long
-def test_rdma_that_is_not_there_or_dies_ends_on_ring_with_the_same_weights(tmp_path: Path) -> None:
+def test_rdma_that_is_not_there_or_dies_ends_on_ring_with_the_same_weights(tmp_path) -> None:
     own = {"ssh": "localhost", "ips": ["127.0.0.1"], "rdma": [None, "rdma_en5"]}
     other = {"ssh": socket.gethostname(), "ips": ["127.0.0.1"], "rdma": ["rdma_en5", None]}
     (tmp_path / "hosts.json").write_text(json.dumps([own, other]))
@@ -117,7 +115,7 @@ def test_rdma_that_is_not_there_or_dies_ends_on_ring_with_the_same_weights(tmp_p
         assert tiny.difference(tmp_path / "runs/whole", tmp_path / "runs" / name) == 0.0
 
 
-def test_ranks_find_each_other_and_a_failed_ranks_status_is_the_launchers(tmp_path: Path) -> None:
+def test_ranks_find_each_other_and_a_failed_ranks_status_is_the_launchers(tmp_path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
         "import sys, time, mlx.core as mx\nworld = mx.distributed.init()\n"
@@ -129,7 +127,7 @@ def test_ranks_find_each_other_and_a_failed_ranks_status_is_the_launchers(tmp_pa
 
 
 @pytest.mark.long
-def test_a_killed_rank_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_a_killed_rank_goes_on_from_the_newest_checkpoint(tmp_path) -> None:
     run, killer = tmp_path / "run", tmp_path / "train.py"
     killer.write_text(
         f"import os, runpy, signal, sys, threading, time\nfrom pathlib import Path\nsys.path.insert(0, {str(ROOT)!r})\n"

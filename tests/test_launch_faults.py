@@ -107,7 +107,7 @@ def test_the_others_go_on_without_a_host_that_is_cut_off(hosts: list[Host], scri
         hosts[1].plug_in()
 
 
-def test_a_verdict_says_how_the_others_go_on_when_a_cable_is_pulled(hosts: list[Host], tmp_path: Path) -> None:
+def test_a_verdict_says_how_the_others_go_on_when_a_cable_is_pulled(hosts: list[Host], tmp_path) -> None:
     (tmp_path / "hostfile").write_text("host-a\nhost-b\n")
     trials = f"verdict.Trials(Path({str(tmp_path)!r}), None, Path({str(tmp_path / 'hostfile')!r}))"
     code = f"from pathlib import Path; from lib.launch import verdict; print(verdict.cable({trials}))"
@@ -121,7 +121,7 @@ def test_a_verdict_says_how_the_others_go_on_when_a_cable_is_pulled(hosts: list[
     assert re.search(r"stopped: rank 1 on host-b .* on 1 of 2 hosts .*; 20 further steps", output), output + errors
 
 
-def test_a_ring_whose_own_cable_is_out_takes_the_next_address(hosts: list[Host], tmp_path: Path) -> None:
+def test_a_ring_whose_own_cable_is_out_takes_the_next_address(hosts: list[Host], tmp_path) -> None:
     ends = [["netns", str(host._pid)] for host in hosts]
     subprocess.run(["ip", "link", "add", "cable", *ends[0], "type", "veth", "peer", "cable", *ends[1]], check=True)
     for index, host in enumerate(hosts, 1):

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -69,7 +68,7 @@ def message(sender: int, receiver: int, number: int) -> np.ndarray:
 
 @mpi
 @pytest.mark.parametrize("links", KINDS, indirect=True)
-def test_messages_go_round_and_bytes_are_counted(world: World, links: Links) -> None:
+def test_messages_go_round_and_bytes_are_counted(world, links: Links) -> None:
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     bytes_before = world.traffic.bytes_sent
     for number in range(4):
@@ -89,7 +88,7 @@ def test_messages_go_round_and_bytes_are_counted(world: World, links: Links) -> 
 @mpi
 @pytest.mark.parametrize("links", KINDS, indirect=True)
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.int8], ids=str)
-def test_two_ranks_exchange(world: World, links: Links, dtype: mx.Dtype) -> None:
+def test_two_ranks_exchange(world, links: Links, dtype: mx.Dtype) -> None:
     if world.rank in (0, world.size - 1):
         other = world.size - 1 - world.rank
         theirs = links.exchange(mx.full((2, 3), world.rank + 1, dtype), other, "an exchange")
@@ -103,7 +102,7 @@ def test_two_ranks_exchange(world: World, links: Links, dtype: mx.Dtype) -> None
 @pytest.mark.long("nccl-*", "jaccl-recomputes", ranks=3)
 @pytest.mark.long("nccl-recomputes", "jaccl-keeps", ranks=2)
 def test_stages_compute_what_the_whole_computes_over_any_links(
-    world: World, folder: Path, kind: str, recomputes: bool, monkeypatch: pytest.MonkeyPatch
+    world, folder, kind: str, recomputes: bool, monkeypatch
 ) -> None:
     def cut(world: World, model: Any, blocks: Sequence[int]) -> Any:
         links = KINDS[kind](world)
@@ -116,7 +115,7 @@ def test_stages_compute_what_the_whole_computes_over_any_links(
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_a_wait_names_the_rank_and_the_host_that_is_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_names_the_rank_and_the_host_that_is_waited_for(world, monkeypatch) -> None:
     links, waits = Links(world, hosts=("m4-max", "m3-ultra")), []
     deadline = type(links.ranks).deadline
 

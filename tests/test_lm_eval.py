@@ -120,7 +120,7 @@ def test_answers_are_greedy_and_end_before_the_first_stop_text(model: nn.Module,
     assert short == greedy(model, adapter, prompts[0], 3)
 
 
-def test_without_a_chat_answers_end_where_the_harness_says(tmp_path: Path) -> None:
+def test_without_a_chat_answers_end_where_the_harness_says(tmp_path) -> None:
     """The template's end of a turn is no end of a task's plain text."""
     tokenizer = chat_models.tokenizer_of("Qwen-Qwen2.5-7B-Instruct")
     tokenizer.eos_token = "<|endoftext|>"
@@ -140,21 +140,21 @@ def test_a_task_that_wants_more_than_the_model_sees_is_refused(adapter: HarnessM
     assert longest_input(SETTINGS.model) == 256
 
 
-def test_what_is_finished_is_not_asked_again(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_finished_is_not_asked_again(model: nn.Module, tmp_path, monkeypatch) -> None:
     first = adapter_of(model, tmp_path).loglikelihood(requests(*PAIRS))
     monkeypatch.setattr(HarnessModel, "score", None)
     assert adapter_of(model, tmp_path).loglikelihood(requests(*PAIRS)) == first
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_two_ranks_answer_as_one(world: World, model: nn.Module, tmp_path: Path) -> None:
+def test_two_ranks_answer_as_one(world, model: nn.Module, tmp_path) -> None:
     alone = adapter_of(model, tmp_path / "alone").loglikelihood(requests(*PAIRS))
     adapter = adapter_of(model, Path(world.broadcast_text(str(tmp_path))) / "together", world)
     assert adapter.loglikelihood(requests(*PAIRS)) == alone
     assert adapter.generate_until(requests(("Add 1 and 2.", {"max_gen_toks": 4}))) is not None
 
 
-def test_chats_are_rendered_as_in_training_and_refusals_are_reported(adapter: HarnessModel, tmp_path: Path) -> None:
+def test_chats_are_rendered_as_in_training_and_refusals_are_reported(adapter: HarnessModel, tmp_path) -> None:
     asked, half = {"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": "1+"}
     assert adapter.apply_chat_template([asked]) == "<|user|>Add 1 and 2.<|end|><|assistant|>"
     assert adapter.apply_chat_template([asked, half], add_generation_prompt=False).endswith("<|assistant|>1+")
@@ -168,9 +168,7 @@ def test_chats_are_rendered_as_in_training_and_refusals_are_reported(adapter: Ha
 # ---- The command
 
 
-def test_without_the_package_the_command_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_package_the_command_says_what_to_install(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(harness, "PACKAGE", "lm_eval_that_is_not_there")
     words = ["--model", str(MODEL), "--tasks", "x", "--out", str(tmp_path / "out.json")]
     assert evaluate.main(words) == 2

@@ -1,6 +1,5 @@
 """Local SGD without a network: assignment, learning rates, merges; and train.py on one and two ranks."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,7 +106,7 @@ def test_every_row_has_the_learning_rate_of_its_synchronous_step(
 # ---- train.py --------------------------------------------------------------------------------------------------------
 
 
-def test_one_rank_apart_is_one_rank(tmp_path: Path) -> None:
+def test_one_rank_apart_is_one_rank(tmp_path) -> None:
     """Alone there is nothing to wait for and nothing to merge: the same bits, but for the order within a batch."""
     words = ["train.steps=8", "independent.pairs_per_round=20"]
     plain = tiny.run(tmp_path, "plain", words)
@@ -117,7 +116,7 @@ def test_one_rank_apart_is_one_rank(tmp_path: Path) -> None:
         assert sorted(one["rows"]) == sorted(other["rows"]) and one["learning_rate"] == other["learning_rate"]
 
 
-def test_two_ranks_take_the_learning_rates_of_a_synchronous_run(tmp_path: Path) -> None:
+def test_two_ranks_take_the_learning_rates_of_a_synchronous_run(tmp_path) -> None:
     common = [*tiny.settings(tmp_path, rows=21), "train.epochs=3", "train.warmup_steps=2"]
     tiny.train(tmp_path, [*common, "run.name=plain"])
     tiny.train(tmp_path, [*common, "strategy=independent", "run.name=apart"], ranks=2)
@@ -169,7 +168,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[dict[str, np.ndarray]], np.ndarray]:
 
 @settings(max_examples=60)
 @given(worlds())
-def test_stack_is_the_weighted_mean_of_the_updates(world: Any) -> None:
+def test_stack_is_the_weighted_mean_of_the_updates(world) -> None:
     adapters, weights = world
     merged = merging.stack(adapters, weights)
     for layer in merging.low_rank_layers(merged):
@@ -189,7 +188,7 @@ def test_stack_is_the_weighted_mean_of_the_updates(world: Any) -> None:
 
 @settings(max_examples=60)
 @given(worlds())
-def test_svd_is_as_near_as_numpys_at_the_same_rank(world: Any) -> None:
+def test_svd_is_as_near_as_numpys_at_the_same_rank(world) -> None:
     adapters, weights = world
     merged = merging.svd(adapters, weights)
     for layer in merging.low_rank_layers(merged):
@@ -230,7 +229,7 @@ def test_svd_turns_its_factors_to_where_the_ranks_were() -> None:
 
 @settings(max_examples=60)
 @given(worlds())
-def test_distance_is_what_dense_matrices_say(world: Any) -> None:
+def test_distance_is_what_dense_matrices_say(world) -> None:
     adapters, weights = world
     start = {name: np.float32(0.5) * array for name, array in adapters[0].items()}
     merged = merging.average(adapters, weights)

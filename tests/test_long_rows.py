@@ -1,7 +1,6 @@
 """Attention in blocks of queries: the same outputs and gradients, and memory that grows with the length alone."""
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -35,9 +34,7 @@ def both(inputs: list[mx.array]) -> list[np.ndarray]:
 @pytest.mark.parametrize("rows", [1, 7, 8, 15])
 @pytest.mark.parametrize(("length", "positions"), [(16, 16), (16, 21), (13, 40)])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_blocks_give_what_all_at_once_gives(
-    rows: int, length: int, positions: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_give_what_all_at_once_gives(rows: int, length: int, positions: int, kv_heads: int, monkeypatch) -> None:
     inputs = drawn(2, 4, kv_heads, length, positions)
     wanted = both(inputs)
     monkeypatch.setattr("lib.model.long_attention.block_rows", lambda *_: min(rows, length))
@@ -65,7 +62,7 @@ def test_only_cudnn_keeps_no_scores() -> None:
 
 
 @pytest.mark.parametrize(("length", "positions"), [(1, 1), (5, 130), (127, 127), (129, 140)])
-def test_whole_tiles_give_what_other_lengths_give(length: int, positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_tiles_give_what_other_lengths_give(length: int, positions: int, monkeypatch) -> None:
     inputs = drawn(2, 4, 2, length, positions)
     wanted, lengths, kernel = both(inputs), [], mx.fast.scaled_dot_product_attention
 
@@ -81,9 +78,7 @@ def test_whole_tiles_give_what_other_lengths_give(length: int, positions: int, m
 
 
 @pytest.mark.parametrize(("length", "positions"), [(512, 512), (640, 700), (600, 600)])
-def test_a_kernels_blocks_give_what_all_at_once_gives(
-    length: int, positions: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernels_blocks_give_what_all_at_once_gives(length: int, positions: int, monkeypatch) -> None:
     inputs, sinks = drawn(2, 4, 2, length, positions), mx.array([0.5, -1.0, 0.0, 2.0])
     wanted, with_sinks = both(inputs), causal_attention(*inputs, scale=0.35, sinks=sinks)
     monkeypatch.setattr("lib.model.long_attention.is_fused", lambda *_: True)
@@ -105,7 +100,7 @@ def test_a_kernels_blocks_give_what_all_at_once_gives(
     assert mx.linalg.norm(found - with_sinks).item() <= 1e-5 * mx.linalg.norm(with_sinks).item()
 
 
-def test_a_backward_kernel_that_mlx_reports_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_kernel_that_mlx_reports_is_taken(monkeypatch) -> None:
     inputs = drawn(1, 2, 1, 64, 80)
     wanted = both(inputs)
     shapes = inputs[0].shape, inputs[1].shape, mx.float32
@@ -115,7 +110,7 @@ def test_a_backward_kernel_that_mlx_reports_is_taken(monkeypatch: pytest.MonkeyP
     assert all(np.array_equal(a, b) for a, b in zip(both(inputs), wanted, strict=True))
 
 
-def test_memory_grows_with_the_length_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_grows_with_the_length_and_not_with_its_square(monkeypatch) -> None:
     monkeypatch.setattr(long_attention, "LONG", 256)
     monkeypatch.setattr(long_attention, "SCORE_BYTES", 2**20)
 
@@ -134,7 +129,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(monkeypatch: pytes
     assert long - middle < 3 * (middle - short) + 2**22, (short, middle, long)
 
 
-def test_a_stream_in_whole_tiles_is_still_as_whole_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_in_whole_tiles_is_still_as_whole_rows(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("lib.model.long_attention.is_fused", lambda *_: True)
     model = load(ModelSettings(path=str(model_folder(tmp_path)), random_init=True), 0)
     assert cannot_share_prompts(model) is None

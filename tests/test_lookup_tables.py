@@ -52,13 +52,13 @@ def refusal(folder: Path, words: list[str]) -> str:
 
 
 @pytest.mark.parametrize(("family", "positions"), [("gpt2", 64), ("gpt_bigcode", 64), ("gemma3_text", None)])
-def test_a_models_tables_have_sizes(tmp_path: Path, family: str, positions: int | None) -> None:
+def test_a_models_tables_have_sizes(tmp_path, family: str, positions: int | None) -> None:
     shape = FAMILIES["gpt2" if family == "gpt_bigcode" else family]
     path = tiny.model_folder(tmp_path, model_type=family, n_inner=32, **shape)
     assert load_module.table_sizes(ModelSettings(path=str(path), random_init=True)) == (48, positions)
 
 
-def test_padding_reads_no_other_memory(tmp_path: Path) -> None:
+def test_padding_reads_no_other_memory(tmp_path) -> None:
     """Padded rows may end behind the table; quantised, too."""
     path = tiny.model_folder(tmp_path, model_type="gpt2", **FAMILIES["gpt2"] | {"n_embd": 64, "n_positions": 32})
     model = load_module.load(ModelSettings(path=str(path), random_init=True), 0)
@@ -72,7 +72,7 @@ def test_padding_reads_no_other_memory(tmp_path: Path) -> None:
 # ---- Training
 
 
-def test_rows_are_as_long_as_the_table(tmp_path: Path) -> None:
+def test_rows_are_as_long_as_the_table(tmp_path) -> None:
     """65 tokens have 64 positions: nothing is predicted from the last one."""
     words = words_of(tmp_path, **{"data.length_multiple": 128, "data.shared_prompts": "false", "model.method": "full"})
     fitting = {"prompt_ids": [3] * 40, "chosen_ids": [5] * 24 + [1], "rejected_ids": [6, 1]}
@@ -94,14 +94,14 @@ def test_rows_are_as_long_as_the_table(tmp_path: Path) -> None:
     ],
 )
 def test_a_row_beyond_the_table_is_one_clear_line(
-    tmp_path: Path, own: list[str], file: str, record: dict[str, Any], why: str
+    tmp_path, own: list[str], file: str, record: dict[str, Any], why: str
 ) -> None:
     words = words_of(tmp_path)
     tiny.write_jsonl(tmp_path / file, [record])
     assert why in refusal(tmp_path, [*words, *own])
 
 
-def test_a_smaller_reference_counts(tmp_path: Path) -> None:
+def test_a_smaller_reference_counts(tmp_path) -> None:
     """Policy and reference see the same rows."""
     words = words_of(tmp_path)
     shape = FAMILIES["gpt2"] | {"vocab_size": 20, "n_positions": 9}
@@ -114,7 +114,7 @@ def test_a_smaller_reference_counts(tmp_path: Path) -> None:
 # ---- Answers
 
 
-def test_answers_end_inside_the_table(tmp_path: Path) -> None:
+def test_answers_end_inside_the_table(tmp_path) -> None:
     words = words_of(tmp_path)
     with_tokenizer(tmp_path / "model")
     tiny.write_jsonl(tmp_path / "questions.jsonl", [{"prompt": "What is 437 + 248?", "answer": "685"}])

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -143,7 +142,7 @@ RECURRENT["mamba"] = {"intermediate_size": 512, "state_size": 16, "time_step_ran
 
 @pytest.mark.skipif(quantised.device() != "cpu", reason="peaks of a CPU")
 @pytest.mark.parametrize("family", RECURRENT)
-def test_the_formula_is_near_what_small_recurrent_models_hold(tmp_path: Path, family: str) -> None:
+def test_the_formula_is_near_what_small_recurrent_models_hold(tmp_path, family: str) -> None:
     config = families.configuration(family)
     config.get("text_config", config).update({**SMALL, **RECURRENT[family]})
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 4096}))

@@ -4,7 +4,6 @@ import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -32,12 +31,7 @@ DARK = macs.profile(("Color LCD", False))
     ],
 )
 def test_a_lit_display_is_told_or_put_to_sleep(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    setting: str,
-    displays: str,
-    told: list[str],
-    asked_of_pmset: str | None,
+    tmp_path, monkeypatch, setting: str, displays: str, told: list[str], asked_of_pmset: str | None
 ) -> None:
     calls = macs.is_mac(monkeypatch, tmp_path, displays)
     assert metal.attend_displays(setting, is_first_here=True, only_look=False) == told
@@ -50,9 +44,7 @@ def test_a_lit_display_is_told_or_put_to_sleep(
     assert not calls.exists(), "a dry run changes nothing"
 
 
-def test_a_display_that_does_not_sleep_and_tools_that_fail_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_display_that_does_not_sleep_and_tools_that_fail_are_told(tmp_path, monkeypatch) -> None:
     macs.is_mac(monkeypatch, tmp_path, LIT)
     macs.tool(tmp_path, "pmset", status=1)  # and the display stays on
     assert metal.attend_displays("sleep", True, False) == ["Color LCD"]
@@ -83,7 +75,7 @@ def test_the_watchdog_is_relaxed_before_mlx_comes_in_unless_the_user_says_otherw
         assert done.stdout.strip() == expected, done.stderr
 
 
-def test_the_wired_limit_follows_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wired_limit_follows_the_setting(monkeypatch) -> None:
     limits: list[int] = []
     monkeypatch.setattr(metal, "uses_metal", lambda: True)
     monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 128 * 2**30)
@@ -93,9 +85,7 @@ def test_the_wired_limit_follows_the_setting(monkeypatch: pytest.MonkeyPatch) ->
     assert limits == [96 * 2**30, 0]
 
 
-def test_a_run_says_that_a_display_is_lit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_says_that_a_display_is_lit(tmp_path, monkeypatch, capsys) -> None:
     macs.is_mac(monkeypatch, tmp_path / "bin", LIT)
     monkeypatch.setattr(divided_world.metal, "keep_wired", lambda size: False)
     words = ["--config", str(tiny.config_file(tmp_path)), *tiny.settings(tmp_path), "--dry-run"]

@@ -246,12 +246,12 @@ def check(status: int, errors: str, told: str, wanted: int = 2) -> None:
 
 
 @pytest.mark.parametrize(("program", "words", "told"), MISTAKES, ids=lambda part: str(part)[:50])
-def test_a_mistake_is_one_line(program: str, words: str, told: str, folder: Path, taken_port: int) -> None:
+def test_a_mistake_is_one_line(program: str, words: str, told: str, folder, taken_port: int) -> None:
     check(*said(MAINS[program], words_of(program, words, folder, taken_port))[::2], told)
 
 
 @pytest.mark.parametrize("name", WORKS)
-def test_files_as_other_systems_write_them_work(name: str, folder: Path, tmp_path: Path) -> None:
+def test_files_as_other_systems_write_them_work(name: str, folder, tmp_path) -> None:
     words = [*words_of("train.py", "", folder), f"data.train={folder / name}", f"run.dir={tmp_path}"]
     assert said(train.main, words)[::2] == (0, "")
 
@@ -260,13 +260,13 @@ def interrupted(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_an_interrupted_command_is_one_line(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_an_interrupted_command_is_one_line(monkeypatch, folder) -> None:
     monkeypatch.setattr("lib.config.load.load", interrupted)
     status, _, errors = said(MAINS["lib.data"], ["--inspect", str(folder / "train.jsonl")])
     assert (status, errors) == (130, "stopped: interrupted\n")
 
 
-def test_a_run_that_was_interrupted_before_it_had_a_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_a_run_that_was_interrupted_before_it_had_a_folder(monkeypatch, folder) -> None:
     """--resume would find no run."""
     monkeypatch.setattr("lib.training.checkpoint.open_run", interrupted)
     status, _, errors = said(train.main, [*words_of("train.py", "", folder), "run.name=new"])
@@ -293,7 +293,7 @@ NAN, PYTORCH = mx.full(64, float("nan")), "for PyTorch .*; take its base, or one
     ids=["a tensor is missing", "NaN", "bitsandbytes", "gptq", "hqq"],
 )  # fmt: skip
 def test_a_model_whose_weights_are_wrong(
-    change: dict[str, Any], config: dict[str, Any], told: str, folder: Path, tmp_path: Path
+    change: dict[str, Any], config: dict[str, Any], told: str, folder, tmp_path
 ) -> None:
     model = tiny.stored_model(tmp_path, **config)
     weights = {**mx.load(str(model / "model.safetensors")), **change}

@@ -145,9 +145,7 @@ def limit_bytes(folder: Path, part: float) -> int:
     return mx.get_active_memory() + int(part * own)
 
 
-def test_a_step_that_takes_too_much_is_taken_again_with_the_same_result(
-    free: tuple[Path, list[str]], tmp_path: Path
-) -> None:
+def test_a_step_that_takes_too_much_is_taken_again_with_the_same_result(free: tuple[Path, list[str]], tmp_path) -> None:
     folder, words = free
     words = [*words, f"plan.calibration_dir={tmp_path}", f"run.dir={tmp_path}/runs"]
     limit = limit_bytes(folder, 0.4)
@@ -173,9 +171,7 @@ def test_a_step_that_takes_too_much_is_taken_again_with_the_same_result(
     np.testing.assert_allclose(weights(run), weights(folder / "runs/free"), atol=1e-5)
 
 
-def test_the_same_in_threads_that_are_given_up_as_on_cuda(
-    free: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_in_threads_that_are_given_up_as_on_cuda(free: tuple[Path, list[str]], tmp_path, monkeypatch) -> None:
     folder, words = free
     # Roundings follow the micro-batches: both runs have to halve alike. So the limit is far from what either size takes.
     words = [*words, f"run.dir={tmp_path}/runs", "train.compile=true", "evaluate.every=2", "model.dropout=0.1"]
@@ -207,7 +203,7 @@ def test_the_same_in_threads_that_are_given_up_as_on_cuda(
     mx.eval(mx.random.normal((1,)))  # the state that the thread left is everybody's
 
 
-def test_weights_that_stood_in_for_others_are_back_where_a_step_failed(tmp_path: Path) -> None:
+def test_weights_that_stood_in_for_others_are_back_where_a_step_failed(tmp_path) -> None:
     model, settings = build(tmp_path)
     step = Step(model, make_optimizer(settings.train), settings.train, World())
     before = step.trained.read()
@@ -223,9 +219,7 @@ def test_weights_that_stood_in_for_others_are_back_where_a_step_failed(tmp_path:
     assert all(now is array for now, array in zip(step.trained.read(), before, strict=True))
 
 
-def test_a_size_that_was_never_finished_is_halved_at_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_size_that_was_never_finished_is_halved_at_the_next_start(tmp_path, monkeypatch) -> None:
     """The kernel's out-of-memory killer raises nothing: what was tried stands in the run's folder."""
     kills = [0]
     monkeypatch.setattr(out_of_memory, "kernel_kills", lambda: {"boot": kills[0]})
@@ -247,7 +241,7 @@ def test_a_size_that_was_never_finished_is_halved_at_the_next_start(
 
 
 def test_down_to_one_pair_then_checkpointing_then_a_clear_end(
-    free: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free: tuple[Path, list[str]], tmp_path, monkeypatch
 ) -> None:
     _, words = free
     recomputed, checkpoint_blocks = list[Any](), gradient_checkpointing.checkpoint_blocks
@@ -279,7 +273,7 @@ def test_down_to_one_pair_then_checkpointing_then_a_clear_end(
     ("strategy", "sizes"), [("synchronous", "[2,8]"), ("independent", "[2,8]"), ("sharded", "[16,16]")]
 )
 @pytest.mark.long("independent-*")
-def test_ranks_agree_on_what_one_of_them_met(world: World, folder: Path, strategy: str, sizes: str) -> None:
+def test_ranks_agree_on_what_one_of_them_met(world, folder, strategy: str, sizes: str) -> None:
     changes: dict[str, Any] = {**RUN, "train__steps": 4}
     words = [*settings(world, folder, **changes), f"strategy={strategy}", f"plan.micro_batch_sizes={sizes}"]
     words += ["plan.shares=[4,12]"]  # sharded: the larger part of the model

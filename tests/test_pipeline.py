@@ -26,12 +26,11 @@ from lib.training.divided_world import InStages, PipelinedWorld, pipelined
 from lib.training.step import Step, noisy
 from tests import rounding, tiny
 from tests.ranks import settings as words_of
-from tests.ranks import train
+from tests.ranks import train, two
 from tests.test_shard import assert_answers_and_metrics_as_alone, build, gathered
 from tests.tiny import model_folder, steps_of
 
 mpi = pytest.mark.mpi(min_size=2)
-two = pytest.mark.mpi(min_size=2, max_size=2)
 
 BLOCKS = 5
 CUTS = {2: [(4, 1), (2, 3)], 3: [(1, 3, 1), (2, 1, 2)], 4: [(1, 2, 1, 1), (2, 1, 1, 1)]}
@@ -113,7 +112,7 @@ def assert_equals_whole(
 )
 @pytest.mark.long("mixtral", "gemma2", "mistral", "qwen3", "qwen2", ranks=2)
 @pytest.mark.long("gemma2", "qwen2", ranks=3)
-def test_stages_compute_what_the_whole_computes(world: World, folder: Path, family: str) -> None:
+def test_stages_compute_what_the_whole_computes(world, folder, family: str) -> None:
     """One method a family and world, so that all of them meet; DPO and SFT, kept and recomputed, in turn."""
     turn = FAMILIES.index(family) + world.size
     method, path = ("lora", "dora", "full")[turn % 3], folder_of(world, folder, family)
@@ -126,7 +125,7 @@ def test_stages_compute_what_the_whole_computes(world: World, folder: Path, fami
 @mpi
 @pytest.mark.parametrize("recomputes", [False, True], ids=["keeps", "recomputes"])
 @pytest.mark.long(ranks=2)
-def test_stages_drop_what_the_whole_drops(world: World, folder: Path, recomputes: bool) -> None:
+def test_stages_drop_what_the_whole_drops(world, folder, recomputes: bool) -> None:
     path = folder_of(world, folder, "qwen3_moe")
     assert_equals_whole(world, path, CUTS[world.size][0], recomputes=recomputes, dropout=0.3)
 
@@ -138,7 +137,7 @@ def test_stages_drop_what_the_whole_drops(world: World, folder: Path, recomputes
     ids=["the last block", "all but the first block", "checkpointing"],
 )
 @pytest.mark.long("checkpointing")
-def test_no_gradient_goes_where_nothing_is_trained(world: World, folder: Path, changes: dict[str, Any]) -> None:
+def test_no_gradient_goes_where_nothing_is_trained(world, folder, changes: dict[str, Any]) -> None:
     path = folder_of(world, folder, "llama-tied-biased")
     recomputes = changes.get("method") == "full"
     assert_equals_whole(world, path, CUTS[world.size][recomputes], recomputes=recomputes, **changes)
@@ -147,7 +146,7 @@ def test_no_gradient_goes_where_nothing_is_trained(world: World, folder: Path, c
 @two
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.long("qwen3_moe")
-def test_stages_of_a_quantised_model(world: World, folder: Path, family: str) -> None:
+def test_stages_of_a_quantised_model(world, folder, family: str) -> None:
     wide = {"moe_intermediate_size": 32, "head_dim": 16}
     if world.rank == 0:
         tiny.stored_model(folder, quantised=True, **{"model_type": family, **MODEL, **tiny.FAMILIES[family], **wide})
@@ -158,9 +157,7 @@ def test_stages_of_a_quantised_model(world: World, folder: Path, family: str) ->
 @two
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 @pytest.mark.long
-def test_compressed_activations_are_fewer_bytes_and_train_nearly_the_same(
-    world: World, folder: Path, kind: str
-) -> None:
+def test_compressed_activations_are_fewer_bytes_and_train_nearly_the_same(world, folder, kind: str) -> None:
     common = [*words_of(world, folder, shape=MODEL), "strategy=pipelined", "train.steps=2", "data.valid=null"]
     exact = train(world, folder, common, "exact")
     run = train(world, folder, [*common, f"sync.compression={kind}"], kind)
@@ -171,9 +168,7 @@ def test_compressed_activations_are_fewer_bytes_and_train_nearly_the_same(
 
 @two
 @pytest.mark.long
-def test_answers_metrics_and_another_reference_in_stages(
-    world: World, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_metrics_and_another_reference_in_stages(world, folder, capsys) -> None:
     words = ("strategy=pipelined", "evaluate.batch_size=3")
     settings, stages = assert_answers_and_metrics_as_alone(world, folder, capsys, *words)
     settings = settings.model_copy(update={"train": settings.train.model_copy(update={"loss": "sigmoid"})})

@@ -4,7 +4,6 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -446,7 +445,7 @@ def test_warnings_of_likely_mistakes() -> None:
 # ---- python -m lib.plan
 
 
-def test_which_machine_for_which_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_which_machine_for_which_model(tmp_path, capsys) -> None:
     """The seeds' four rows, by the planner's limits: three quarters of a Mac's memory, a tenth of it free."""
     hosts = ["--hosts", "m4-max,m3-ultra"]
 

@@ -37,7 +37,7 @@ def test_sources_and_versions_have_to_be_those_of_this_machine() -> None:
     assert preflight.check_packages(replace(AWAY, packages={**AWAY.packages, "python": "3.9"})).status == "ok"
 
 
-def test_a_missing_or_other_file_is_copied(tmp_path: Path) -> None:
+def test_a_missing_or_other_file_is_copied(tmp_path) -> None:
     data, elsewhere = tmp_path / "train.jsonl", tmp_path / "other.jsonl"
     data.write_text("1\n")
 
@@ -84,7 +84,7 @@ def test_memory_and_disk_that_do_not_suffice() -> None:
         ("cd: /Users/a/Documents/t: Operation not permitted", "project", "ls -ld"),
     ],
 )
-def test_why_a_host_gave_no_answer(error: str, check: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_a_host_gave_no_answer(error: str, check: str, remedy: str, monkeypatch) -> None:
     monkeypatch.setattr(preflight.os_commands, "run", lambda *_, **__: Completed(255, "", f"Warning\n{error}\n"))
     (finding,) = preflight.ask_host(JOB, Host("mac-b"), AWAY)
     fails(finding, error, remedy)
@@ -98,7 +98,7 @@ def test_slow_links_are_noted() -> None:
     assert good.message == "to mac-b: ring over 10.0.0.1 and 10.0.0.2: 52.4 MB/s, 1.00 ms" and good.host == "mac-a"
 
 
-def test_rdma_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rdma_that_fails_is_a_note(monkeypatch) -> None:
     monkeypatch.setattr(preflight, "try_backend", lambda job: [Finding("failed", job.backend, "remedy")])
     monkeypatch.setattr(preflight, "ask_host", lambda *_: [])
     ring, note = Finding("failed", "ring", "remedy"), Finding("note", "jaccl", "", "ring is taken")
@@ -106,7 +106,7 @@ def test_rdma_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     assert preflight.examine(JOB, AWAY) == [ring]
 
 
-def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_fails_is_a_finding(monkeypatch) -> None:
     monkeypatch.setitem(preflight.CHECKS, "disk", lambda _: 1 / 0)
     broken, fine = preflight.findings_of(AWAY, ["disk", "packages"])
     assert (broken.check, broken.status) == ("disk", "failed") and "ZeroDivisionError" in broken.message
@@ -122,9 +122,7 @@ def test_the_doctor_tries_this_machine() -> None:
         assert re.search(rf"^  {check} +(ok|note) ", done.stdout, re.MULTILINE), done.stdout
 
 
-def test_a_verdict_says_what_works_and_names_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_verdict_says_what_works_and_names_nothing(tmp_path, monkeypatch, capsys) -> None:
     def fails(_: verdict.Trials) -> str:
         places = f"{ROOT}/lib/x.py, ~/data, 10.0.0.2:32323, fe80::1:2:3:4, /Users/ada"
         raise UserError(f"[1 mac-b] ada@mac-b: {places} ended")
@@ -145,9 +143,7 @@ def test_a_verdict_says_what_works_and_names_nothing(
 
 
 @pytest.mark.parametrize(("last", "says"), [(26, "the others did not go on"), (10**6, "no cable was pulled")])
-def test_a_verdict_knows_a_cable_that_nothing_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, says: str
-) -> None:
+def test_a_verdict_knows_a_cable_that_nothing_follows(tmp_path, monkeypatch, last: int, says: str) -> None:
     (tmp_path / "cable/logs").mkdir(parents=True)
     script = tmp_path / "launch.py"
     script.write_text(
@@ -161,7 +157,7 @@ def test_a_verdict_knows_a_cable_that_nothing_follows(
 
 
 @pytest.mark.long
-def test_a_verdict_compares_ranks_and_memory(tmp_path: Path) -> None:
+def test_a_verdict_compares_ranks_and_memory(tmp_path) -> None:
     trials = verdict.Trials(tmp_path)
     assert "2 ranks, 6 steps: losses differ from one rank's by" in verdict.ring(trials, "sharded")
     assert "by the formula" in verdict.curve_of(trials, (64, 2, 64))

@@ -1,7 +1,6 @@
 """Quantised layers: dequantised or packed, the same products and gradients; which of them is taken; what is held."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -102,7 +101,7 @@ def test_dequantised_products_round_as_plain_ones(dtype: mx.Dtype, choose: Calla
     [(None, False), (None, True), (["self_attn.q_proj", "mlp.down_proj"], False), (["lm_head"], False)],
 )
 def test_log_probabilities_and_gradients_of_a_model_are_equal(
-    tmp_path: Path, compiled: bool, keys: list[str] | None, choose: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path, compiled: bool, keys: list[str] | None, choose: Any, monkeypatch
 ) -> None:
     monkeypatch.setattr(logps, "LOGITS_BYTES", 7 * 48 * 4)  # the head's products are several
     settings = ModelSettings(path=str(stored_model(tmp_path, quantised=True)), keys=keys)
@@ -136,7 +135,7 @@ def test_log_probabilities_and_gradients_of_a_model_are_equal(
     assert [name for name, _ in tree_flatten(model.parameters())] == names
 
 
-def test_dora_is_the_same_and_keeps_no_weights(tmp_path: Path, choose: Callable[[int], None]) -> None:
+def test_dora_is_the_same_and_keeps_no_weights(tmp_path, choose: Callable[[int], None]) -> None:
     settings = ModelSettings(path=str(stored_model(tmp_path, quantised=True)), method="dora")
     model = load_module.load(settings, 0)
     adapters.make_trainable(model, settings, 0)

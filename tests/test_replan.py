@@ -119,7 +119,7 @@ def test_steps_that_cannot_be_compared_are_passed_over() -> None:
         assert schedule.observe(step, [100.0, 100.0], [1.0, float("nan")]) is None
 
 
-def test_a_change_that_does_not_pay_in_the_steps_that_are_left_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_that_does_not_pay_in_the_steps_that_are_left_is_not_made(monkeypatch) -> None:
     monkeypatch.setattr(replan, "LEAST_SECONDS", 1e7)
     assert not simulated(schedule_of(["a", "b"]), 40, constant(3.0, 1.0))[0]
 

@@ -37,7 +37,7 @@ def read_all(folder: Path) -> RunHistory:
 # ---- Records ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_tail_gives_each_line_once_and_only_whole_ones(tmp_path: Path) -> None:
+def test_a_tail_gives_each_line_once_and_only_whole_ones(tmp_path) -> None:
     path, tail = tmp_path / "log", Tail(tmp_path / "log")
     assert tail.read() == (False, b"")
     path.write_bytes(b"one\ntw")
@@ -48,7 +48,7 @@ def test_a_tail_gives_each_line_once_and_only_whole_ones(tmp_path: Path) -> None
     assert tail.read() == (True, b"new\n"), "it was cut back"
 
 
-def test_broken_lines_harm_no_page(tmp_path: Path) -> None:
+def test_broken_lines_harm_no_page(tmp_path) -> None:
     log = tmp_path / "logs/rank-000.jsonl"
     write(log, [step(1), {"kind": "evaluation"}, {"kind": 7, "time": 1.0}, step(2)])
     with log.open("a") as file:
@@ -57,7 +57,7 @@ def test_broken_lines_harm_no_page(tmp_path: Path) -> None:
     assert run.curve((0, "a"), "loss")[1].tolist() == [1.0, 0.5] and run.events == []
 
 
-def test_a_log_is_cut_back_and_what_was_cut_is_kept(tmp_path: Path) -> None:
+def test_a_log_is_cut_back_and_what_was_cut_is_kept(tmp_path) -> None:
     log = tmp_path / "rank-000.jsonl"
     write(log, [{"kind": "start"}, *(step(n) for n in range(1, 6)), {"kind": "end", "step": 5}])
     assert rewind(log, 3) == 3 and rewind(log, 3) == 0
@@ -66,13 +66,13 @@ def test_a_log_is_cut_back_and_what_was_cut_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("count", "width"), [(7, 1), (2048, 1), (5001, 4)])
-def test_a_long_curve_is_means_of_buckets(tmp_path: Path, count: int, width: int) -> None:
+def test_a_long_curve_is_means_of_buckets(tmp_path, count: int, width: int) -> None:
     write(tmp_path / "logs/rank-000.jsonl", [step(n, loss=float(n)) for n in range(1, count + 1)])
     steps, values = read_all(tmp_path).curve((0, "a"), "loss")
     assert len(steps) == -(-count // width) and steps[-1] == count and values[0] == pytest.approx((1 + width) / 2)
 
 
-def test_steps_that_a_lost_host_still_has_but_the_others_undid_are_not_shown(tmp_path: Path) -> None:
+def test_steps_that_a_lost_host_still_has_but_the_others_undid_are_not_shown(tmp_path) -> None:
     start = {"kind": "start", "rank": 0, "host": "a", "time": 1020.5, "resumed_from_step": 10, "resumes": [[10]]}
     again = [step(n, time=1020.0 + n) for n in range(11, 16)]
     write(tmp_path / "logs/rank-000.jsonl", [*(step(n) for n in range(1, 11)), start, *again])
@@ -91,7 +91,7 @@ def plan_of(strategy: str, **more: Any) -> dict[str, Any]:
     return {**known, "predicted_step_seconds": 0.4, "solo_sum_pairs_per_second": 25.0, **more}
 
 
-def test_the_figures_follow_from_the_records(tmp_path: Path) -> None:
+def test_the_figures_follow_from_the_records(tmp_path) -> None:
     config = {"model": {"path": "m"}, "data": {"train": "t"}, "cost": {"watts": 100, "price_per_kwh": 0.5}}
     start = {"kind": "start", "time": 1000.0, "steps": 100, "plan": plan_of("synchronous")}
     for rank, (host, share) in enumerate((("a", 6), ("b", 2))):
@@ -111,7 +111,7 @@ def test_the_figures_follow_from_the_records(tmp_path: Path) -> None:
     assert figures(read_all(tmp_path), 1041.0).missing == [(1, "b")]
 
 
-def test_efficiency_counts_merges_and_waits_at_the_ends_of_rounds(tmp_path: Path) -> None:
+def test_efficiency_counts_merges_and_waits_at_the_ends_of_rounds(tmp_path) -> None:
     start = {"kind": "start", "time": 1000.0, "steps": 100, "rows": 12, "plan": plan_of("independent")}
     for rank, (host, share) in enumerate((("a", 6), ("b", 2))):
         merge = {"kind": "merge", "time": 1050.0, "step": 40, "rank": rank, "host": host, "seconds": 4.0,
@@ -123,7 +123,7 @@ def test_efficiency_counts_merges_and_waits_at_the_ends_of_rounds(tmp_path: Path
     assert now.summary["steps"] == 53, "12 rows are two steps, of 8 and of 4 rows: 26 epochs and 8 rows"
 
 
-def test_one_machine_shows_no_efficiency(tmp_path: Path) -> None:
+def test_one_machine_shows_no_efficiency(tmp_path) -> None:
     plan = {"strategy": "synchronous", "calibrated": True, "ranks": [{"host": "a"}], "solo_sum_pairs_per_second": 16.0}
     start = {"kind": "start", "time": 1000.0, "rank": 0, "host": "a", "plan": plan}
     write(tmp_path / "logs/rank-000.jsonl", [start, *(step(n) for n in range(1, 9))])
@@ -132,7 +132,7 @@ def test_one_machine_shows_no_efficiency(tmp_path: Path) -> None:
     assert "efficiency" not in dict(dashboard_page.card_texts(read_all(tmp_path), now))
 
 
-def test_the_time_between_a_stop_and_a_resume_is_none_of_the_runs(tmp_path: Path) -> None:
+def test_the_time_between_a_stop_and_a_resume_is_none_of_the_runs(tmp_path) -> None:
     start = {"kind": "start", "rank": 0, "host": "a"}
     records = [{**start, "time": 1000.0}, *(step(n) for n in range(1, 5))]
     records += [{**start, "time": 86_400.0}, *(step(n, time=86_396.0 + n) for n in range(5, 9))]
@@ -142,7 +142,7 @@ def test_the_time_between_a_stop_and_a_resume_is_none_of_the_runs(tmp_path: Path
     assert figures(RunHistory(tmp_path / "none"), 5.0).state == "waiting"
 
 
-def test_exact_match_stands_beside_the_held_out_loss(tmp_path: Path) -> None:
+def test_exact_match_stands_beside_the_held_out_loss(tmp_path) -> None:
     common = {"kind": "evaluation", "rank": 0, "host": "a"}
     before = {"time": 1000.0, "step": 0, "loss": 0.69, "exact_match": 0.97}
     after = {"time": 1120.0, "step": 120, "loss": 0.5, "exact_match": 0.82}
@@ -157,7 +157,7 @@ def test_exact_match_stands_beside_the_held_out_loss(tmp_path: Path) -> None:
 # ---- The page --------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_shows_a_run_and_answers_those_alone_who_have_its_token(tmp_path: Path) -> None:
+def test_the_page_shows_a_run_and_answers_those_alone_who_have_its_token(tmp_path) -> None:
     run = tiny.run(tmp_path, train__steps=4, evaluate__every=2)
     watcher = dashboard_page.Watcher(tmp_path / "runs")
     app = dashboard_page.make_app(watcher, "secret")
@@ -178,7 +178,7 @@ def test_the_page_shows_a_run_and_answers_those_alone_who_have_its_token(tmp_pat
     assert dashboard_page.update(watcher, [], update["seen"])["charts"] is dash.no_update, "nothing new was read"
 
 
-def test_the_empty_state_is_one_sentence(tmp_path: Path) -> None:
+def test_the_empty_state_is_one_sentence(tmp_path) -> None:
     watcher = dashboard_page.Watcher(tmp_path)
     update = dashboard_page.update(watcher, [], None)
     assert update["charts"] == "" and "has logs yet" in str(update["now"])
@@ -187,7 +187,7 @@ def test_the_empty_state_is_one_sentence(tmp_path: Path) -> None:
 # ---- What a run leaves -----------------------------------------------------------------------------------------------
 
 
-def test_a_run_leaves_one_page_that_needs_no_other_and_a_model_card(tmp_path: Path) -> None:
+def test_a_run_leaves_one_page_that_needs_no_other_and_a_model_card(tmp_path) -> None:
     from huggingface_hub import ModelCard
 
     run = tiny.run(tmp_path, run__pages="true", train__steps=6, evaluate__every=3, cost__watts=100)
@@ -205,7 +205,7 @@ def test_a_run_leaves_one_page_that_needs_no_other_and_a_model_card(tmp_path: Pa
     assert dashboard.main(["--export", str(run)]) == 0 and (run / "report.html").exists()
 
 
-def test_what_a_model_says_is_text_on_the_page(tmp_path: Path) -> None:
+def test_what_a_model_says_is_text_on_the_page(tmp_path) -> None:
     tracker = PerformanceTracker(tmp_path / "logs" / "rank-000.jsonl", 0, "a")
     tracker.record("start")
     tracker.record("samples", samples=[{"prompt": "<script>alert(1)</script>", "before": "</pre><img src=x>"}])
@@ -251,7 +251,7 @@ def logged(run: Path) -> dict[tuple[int, str], float]:
     }
 
 
-def test_samples_are_of_distinct_prompts(tmp_path: Path) -> None:
+def test_samples_are_of_distinct_prompts(tmp_path) -> None:
     lines = (ROOT / "configs/quickstart/train.jsonl").read_text().splitlines()
     tiny.write_jsonl(tmp_path / "pairs.jsonl", [lines[0], lines[0], lines[1], lines[2]])
     words = [f"data.train={tmp_path / 'pairs.jsonl'}", "data.valid=null", "evaluate.answers=null", "train.steps=1"]
@@ -264,7 +264,7 @@ def test_samples_are_of_distinct_prompts(tmp_path: Path) -> None:
         assert all(prompt in sample["prompt"] for prompt, sample in zip(asked, samples, strict=True))
 
 
-def test_tensorboard_has_the_figures_of_the_logs_and_may_be_asked_for_on_resume(tmp_path: Path) -> None:
+def test_tensorboard_has_the_figures_of_the_logs_and_may_be_asked_for_on_resume(tmp_path) -> None:
     words = ["evaluate.samples=0", "evaluate.every=2", "train.steps=4", "run.sinks=[tensorboard]"]
     run = tiny.run(tmp_path, words=words)
     assert {tag for _, tag in logged(run)} >= {"train/loss", "train/learning_rate", "held_out/loss"}
@@ -278,9 +278,7 @@ def test_tensorboard_has_the_figures_of_the_logs_and_may_be_asked_for_on_resume(
     assert all(shown[key] == pytest.approx(value) for key, value in logged(run).items() if key[0] not in (5, 6))
 
 
-def test_a_missing_package_is_one_line_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_one_line_before_anything_is_written(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     result = tiny.train(tmp_path, [*tiny.settings(tmp_path), "run.sinks=[tensorboard,wandb]"], check=False)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
@@ -290,9 +288,7 @@ def test_a_missing_package_is_one_line_before_anything_is_written(
 
 
 @pytest.mark.parametrize("breaks", ["opening", "writing", "closing"])
-def test_a_failing_sink_is_told_once_and_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: str
-) -> None:
+def test_a_failing_sink_is_told_once_and_ends_nothing(tmp_path, monkeypatch, breaks: str) -> None:
     def fault(*_: Any) -> None:
         raise ConnectionError("no route\nto host")
 

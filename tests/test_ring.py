@@ -41,13 +41,13 @@ def start_ring(folder: Path, order: list[int], *words: str, pause: float = 0.0) 
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
-def test_ranks_of_a_ring_exchange_whatever_order_they_start_in(tmp_path: Path, order: list[int]) -> None:
+def test_ranks_of_a_ring_exchange_whatever_order_they_start_in(tmp_path, order: list[int]) -> None:
     for process in start_ring(tmp_path, order, pause=0.5).values():
         out, error = process.communicate(timeout=120)
         assert (process.returncode, out) == (0, "met\n"), error
 
 
-def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_others(tmp_path) -> None:
     ring = start_ring(tmp_path, [0, 1, 2], "lost")
     for process in ring.values():
         assert process.stdout is not None and process.stdout.readline() == "met\n"

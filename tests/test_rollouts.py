@@ -160,7 +160,7 @@ def test_what_looks_like_a_gamed_judge_is_named() -> None:
 # ---- Prompts
 
 
-def test_rounds_take_all_prompts_in_turn(tmp_path: Path) -> None:
+def test_rounds_take_all_prompts_in_turn(tmp_path) -> None:
     records = [{"prompt_ids": [2] * (1 + row % 5)} for row in range(13)]
     tiny.write_jsonl(tmp_path / "prompts.jsonl", records)
     settings = load(None, ["model.path=m", "data.train=d", f"data.cache_dir={tmp_path}/cache"]).data
@@ -293,7 +293,7 @@ STOPS: dict[str, list[Moment]] = {
     "judging; before a round is undone", "after the answers, before their journal goes; before the verdict"
 )
 def test_a_run_that_was_stopped_is_one_that_never_was(
-    moments: str, whole: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moments: str, whole: tuple[Path, list[str]], tmp_path, monkeypatch
 ) -> None:
     run, words = whole
     command = [*words, "run.name=stopped", f"run.dir={tmp_path}"]
@@ -312,7 +312,7 @@ def test_a_run_that_was_stopped_is_one_that_never_was(
     assert stopped == whole and 0 in whole, "the policy before the first round stays in the log"
 
 
-def test_a_finished_run_answers_questions(whole: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_answers_questions(whole: tuple[Path, list[str]], capsys) -> None:
     run, _ = whole
     assert evaluate.main(["--run", str(run)]) == 2
     why = "a run of rounds has no held-out pairs; name some with --data, or evaluate.answers"
@@ -341,9 +341,7 @@ def test_a_finished_run_answers_questions(whole: tuple[Path, list[str]], capsys:
 
 
 @pytest.mark.long
-def test_the_momentum_of_merges_goes_with_a_round_that_is_undone(
-    second_loses: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_momentum_of_merges_goes_with_a_round_that_is_undone(second_loses: None, tmp_path, monkeypatch) -> None:
     """Independent ranks would follow it into the next round; so too where a fault came before the round was undone."""
     words = [*tiny.rounds(tmp_path), "strategy=independent", "independent.merge=outer", "sync.compression=int8"]
     tiny.train(tmp_path, [*words, "run.name=whole"])
@@ -363,7 +361,7 @@ def test_the_momentum_of_merges_goes_with_a_round_that_is_undone(
 
 
 def test_pairs_of_a_round_are_trained_by_their_ids_and_by_no_other_tokenizer(
-    whole: tuple[Path, list[str]], tmp_path: Path
+    whole: tuple[Path, list[str]], tmp_path
 ) -> None:
     pairs = next(path for path in sorted(whole[0].glob("rounds/*/pairs.jsonl")) if path.stat().st_size)
     config = load(None, whole[1])
@@ -388,7 +386,7 @@ def test_pairs_of_a_round_are_trained_by_their_ids_and_by_no_other_tokenizer(
 
 
 @pytest.mark.long
-def test_ragged_rounds_take_the_learning_rates_of_the_schedule_over_all_rounds(tmp_path: Path) -> None:
+def test_ragged_rounds_take_the_learning_rates_of_the_schedule_over_all_rounds(tmp_path) -> None:
     words = tiny.rounds(tmp_path, rollouts__rounds=2, rollouts__steps=3, train__global_batch_size=3, run__name="apart")
     words += ["strategy=independent", "plan.shares=[2,1]", "train.warmup_steps=2"]
     tiny.train(tmp_path, words, ranks=2)
@@ -405,7 +403,7 @@ def test_ragged_rounds_take_the_learning_rates_of_the_schedule_over_all_rounds(t
     assert found == expected
 
 
-def test_groups_train_in_rounds(whole: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_groups_train_in_rounds(whole: tuple[Path, list[str]], tmp_path) -> None:
     _, words = whole
     own = ["run.name=grpo", f"run.dir={tmp_path}", "train.loss=grpo", "train.temperature=1.5", "rollouts.rounds=1"]
     tiny.train(tmp_path, [*words, *own])
@@ -413,7 +411,7 @@ def test_groups_train_in_rounds(whole: tuple[Path, list[str]], tmp_path: Path) -
     assert not (tmp_path / "grpo/rounds/0001/pairs.jsonl").exists()
 
 
-def test_answers_that_were_cut_are_counted(whole: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_answers_that_were_cut_are_counted(whole: tuple[Path, list[str]], tmp_path) -> None:
     """In a round's line and record, of held-out prompts, and in the reason why nothing was learnt."""
     own = ["run.name=cut", f"run.dir={tmp_path}", "rollouts.max_tokens=1", "rollouts.rounds=1", "evaluate.max_tokens=1"]
     told = " ".join(tiny.train(tmp_path, [*whole[1], *own]).stdout.split())
@@ -434,7 +432,7 @@ def test_answers_that_were_cut_are_counted(whole: tuple[Path, list[str]], tmp_pa
     [(b"{", "Invalid JSON"), (b'{"round": 1}', "validation error for RoundFigures"), (b"\xff\xfe", "Invalid JSON")],
 )
 def test_a_damaged_verdict_of_an_unfinished_run_is_one_line(
-    damage: bytes, why: str, whole: tuple[Path, list[str]], tmp_path: Path
+    damage: bytes, why: str, whole: tuple[Path, list[str]], tmp_path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole[0], run)
@@ -472,6 +470,6 @@ def test_a_damaged_verdict_of_an_unfinished_run_is_one_line(
         ("rollouts.filter_groups=true", "rollouts.filter_groups is for train.loss=grpo"),
     ],
 )
-def test_wrong_input_is_one_clear_line(own: str, why: str, tmp_path: Path) -> None:
+def test_wrong_input_is_one_clear_line(own: str, why: str, tmp_path) -> None:
     result = tiny.train(tmp_path, [*tiny.rounds(tmp_path), own, "--dry-run"], check=False)
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and re.search(why, result.stderr), result.stderr

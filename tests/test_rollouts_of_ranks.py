@@ -57,13 +57,13 @@ def assert_same_files(alone: Alone, run: Path, *rounds: int) -> None:
             assert one.read_bytes() == other.read_bytes(), (number, name)
 
 
-def test_unequal_ranks_draw_what_one_draws(alone: Alone, world: World, folder: Path) -> None:
+def test_unequal_ranks_draw_what_one_draws(alone: Alone, world, folder) -> None:
     run = together(alone, world, folder, "strategy=synchronous", "plan.shares=[3,1]", "rollouts.rounds=1")
     assert_same_files(alone, run, 1)
 
 
 @pytest.mark.long
-def test_ranks_that_hold_parts_of_the_model_draw_what_one_draws(alone: Alone, world: World, folder: Path) -> None:
+def test_ranks_that_hold_parts_of_the_model_draw_what_one_draws(alone: Alone, world, folder) -> None:
     run = together(alone, world, folder, "strategy=pipelined", "rollouts.rounds=2")
     one, parts = (lines(each / "rounds/0001/samples.jsonl") for each in (alone.run, run))
     same = [first["tokens"] == second["tokens"] for first, second in zip(one, parts, strict=True)]

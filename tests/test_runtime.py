@@ -12,8 +12,8 @@ import pytest
 from lib.errors import UserError
 from lib.system import hardware, mpi_and_blas, os_commands
 from lib.system.mpi_and_blas import Launch
+from tests.tiny import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 SET = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "MLX_", "NCCL_", "OPENBLAS_")  # by launchers and by prepare()
 
 # Matrix products, wide, thin and ragged, and their gradients, at every alignment; prints the digest.
@@ -95,9 +95,7 @@ def test_a_missing_openblas_is_one_warning(tmp_path):
     code = f"import sys; sys.prefix = {str(tmp_path)!r}; from lib.system import mpi_and_blas as r; "
     code += "r.shutil.which = lambda *_, **__: None; r.prepare()"
     done = python(code)
-    assert done.returncode == 0
-    assert done.stderr.count("\n") == 1
-    assert "make setup" in done.stderr
+    assert done.returncode == 0 and done.stderr.count("\n") == 1 and "make setup" in done.stderr
     assert python(code, OMPI_COMM_WORLD_RANK="1").stderr == ""  # the first rank tells it
     late = python("import mlx.core; from lib.system import mpi_and_blas as r; r.prepare()")
     assert "before lib.system.mpi_and_blas.prepare()" in late.stderr
@@ -218,7 +216,7 @@ def test_every_rank_is_in_the_launchers_world():
     ],
 )
 def test_a_process_that_is_alone_takes_all_cores_where_that_is_faster(
-    monkeypatch: pytest.MonkeyPatch, all_cores: float, stored: int, is_alone: bool, may_measure: bool, expected: int
+    monkeypatch, all_cores: float, stored: int, is_alone: bool, may_measure: bool, expected: int
 ) -> None:
     counts: list[int] = []
     monkeypatch.setenv(mpi_and_blas.AUTOMATIC, "1")

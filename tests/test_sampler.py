@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -99,7 +98,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(top_p: float, temperature:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mixtral", "qwen3_moe", "gpt2"])
-def test_log_probabilities_are_those_of_the_model_alone(tmp_path: Path, family: str) -> None:
+def test_log_probabilities_are_those_of_the_model_alone(tmp_path, family: str) -> None:
     model = load(tmp_path, family).eval()
     sampler = Sampler(model, Letters(), Sampling(temperature=0.8))  # type: ignore[arg-type]
     limit = rounding.roundoff(64) * VOCABULARY
@@ -108,7 +107,7 @@ def test_log_probabilities_are_those_of_the_model_alone(tmp_path: Path, family: 
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_answers_that_are_not_wanted_any_more_are_left(tmp_path: Path, family: str) -> None:
+def test_answers_that_are_not_wanted_any_more_are_left(tmp_path, family: str) -> None:
     sampler = Sampler(load(tmp_path, family).eval(), Letters(), Sampling())  # type: ignore[arg-type]
     questions = iter([True, True])
     found = list(sampler.sample(prompts_of(5, longest=20), (1,), lambda: next(questions, False)))
@@ -117,7 +116,7 @@ def test_answers_that_are_not_wanted_any_more_are_left(tmp_path: Path, family: s
 
 @pytest.mark.parametrize("family", ["gemma2", "mamba", "qwen3_5", "kimi_linear", "lfm2", "granitemoehybrid", "jamba"])
 @pytest.mark.long("granitemoehybrid", "jamba", "lfm2")
-def test_windows_and_recurrent_states_are_sampled_by_their_own_caches(tmp_path: Path, family: str) -> None:
+def test_windows_and_recurrent_states_are_sampled_by_their_own_caches(tmp_path, family: str) -> None:
     """Drawn and greedy tokens of padded prompts, by whole rows without a cache; after a trial of the stream, too."""
     model = families.build(families.stored(tmp_path / "stored", family)).eval()
     assert cannot_share_prompts(model) is None
@@ -131,7 +130,7 @@ def test_windows_and_recurrent_states_are_sampled_by_their_own_caches(tmp_path: 
 
 
 @pytest.mark.long
-def test_who_samples_and_in_which_batch_changes_no_token(tmp_path: Path) -> None:
+def test_who_samples_and_in_which_batch_changes_no_token(tmp_path) -> None:
     """Logits of another batch may be rounded otherwise; a token would change where a number lies within that rounding."""
     model, prompts = load(tmp_path, "llama").eval(), prompts_of(9)
     whole = sampled(model, Sampling(), prompts)
@@ -155,7 +154,7 @@ def test_who_samples_and_in_which_batch_changes_no_token(tmp_path: Path) -> None
 # ---- Where they end
 
 
-def test_a_temperature_of_zero_is_greedy(tmp_path: Path) -> None:
+def test_a_temperature_of_zero_is_greedy(tmp_path) -> None:
     model, prompts = load(tmp_path, "llama").eval(), prompts_of(4)
     found = sampled(model, Sampling(samples=2, temperature=0), prompts)
     options = {"max_tokens": Sampling.max_tokens, "return_token_ids": True}
@@ -165,7 +164,7 @@ def test_a_temperature_of_zero_is_greedy(tmp_path: Path) -> None:
         np.testing.assert_allclose(sample.logps, logps_of(model, sample), atol=rounding.roundoff(64) * VOCABULARY)
 
 
-def test_answers_end_at_end_tokens_stop_strings_and_the_longest_length(tmp_path: Path) -> None:
+def test_answers_end_at_end_tokens_stop_strings_and_the_longest_length(tmp_path) -> None:
     model, prompts = load(tmp_path, "llama").eval(), prompts_of(8)
     plain = sampled(model, Sampling(), prompts)
     assert {sample.finish for sample in plain} == {"stop", "length"}
@@ -189,7 +188,7 @@ def test_answers_end_at_end_tokens_stop_strings_and_the_longest_length(tmp_path:
     assert [s.tokens for s in short] == [s.tokens[:1] for s in plain]
 
 
-def test_probabilities_that_are_not_finite_stop_the_run(tmp_path: Path) -> None:
+def test_probabilities_that_are_not_finite_stop_the_run(tmp_path) -> None:
     model = load(tmp_path, "llama").eval()
     model.update({"lm_head": {"weight": model.lm_head.weight * np.nan}})
     with pytest.raises(Stopped, match="prompt 0 are not finite"):

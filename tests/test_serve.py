@@ -274,7 +274,7 @@ def served_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> 
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
 
 
-def test_an_instruction_is_rendered_or_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instruction_is_rendered_or_refused_by_name(tmp_path, monkeypatch) -> None:
     """Qwen 2.5's template drops `developer`, Gemma 2's refuses `system` and drops tools: status 200 without either."""
 
     def text(model: ServedModel, body: dict[str, Any]) -> str:
@@ -289,7 +289,7 @@ def test_an_instruction_is_rendered_or_refused_by_name(tmp_path: Path, monkeypat
         text(gemma, {"messages": QUESTION, "tools": [TOOL]})
 
 
-def test_an_answer_without_text_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_without_text_ends_alone(tmp_path, monkeypatch) -> None:
     """mlx-lm's detokenizer raises for a padded vocabulary's id; the other requests are answered."""
     model = served_model(tmp_path, monkeypatch, "Qwen-Qwen2.5-7B-Instruct")
     assert model.tokenizer.convert_tokens_to_ids("<|im_end|>") in model.load()[2], "the end of turn of training"
@@ -356,7 +356,7 @@ def test_a_process_that_ends_right_after_its_generator_is_not_aborted() -> None:
     assert subprocess.run([sys.executable, "-c", CLOSE], cwd=ROOT).returncode == 0
 
 
-def test_nginx_gets_the_speed_of_each_host(tmp_path: Path) -> None:
+def test_nginx_gets_the_speed_of_each_host(tmp_path) -> None:
     machine = read_calibration(ROOT / "calibration/published/m4-max.json").machine
     for host, speed in (("mac-a", 90.0), ("mac-b", 30.0)):
         stored = HostCalibration(machine=machine, curves=(BatchCurve.from_rates({1: speed / 2, 4: speed}),))
@@ -366,7 +366,7 @@ def test_nginx_gets_the_speed_of_each_host(tmp_path: Path) -> None:
     assert "server mac-b:8080 weight=10;" in text and "server mac-c:8080 weight=10;" in text
 
 
-def test_a_wrong_line_among_the_keys_is_named(tmp_path: Path) -> None:
+def test_a_wrong_line_among_the_keys_is_named(tmp_path) -> None:
     path = tmp_path / "keys"
     first = keys.make("alice", path)
     assert keys.KeyFile(path).owner(first) == "alice" and first not in path.read_text()

@@ -1,7 +1,5 @@
 """Few shapes for a whole run: every micro-batch fits, little is padded, and padding changes nothing."""
 
-from pathlib import Path
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -129,7 +127,7 @@ def roomier(examples: list[Example], multiple: int, shared: bool, rows: int) -> 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "qwen3_moe"])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.long("True-*", "False-llama", "False-qwen3")
-def test_rows_of_padding_change_no_log_probability_and_no_gradient(tmp_path: Path, family: str, shared: bool) -> None:
+def test_rows_of_padding_change_no_log_probability_and_no_gradient(tmp_path, family: str, shared: bool) -> None:
     assert family in FAMILIES
     model = load(tmp_path, family)
     assert stream_trial.cannot_share_prompts(model) is None
@@ -155,9 +153,7 @@ def assert_padded_equal(model: object, examples: list[Example], batch: Batch) ->
 
 
 @pytest.mark.parametrize("loss", [*PREFERENCE_LOSSES, "sft"])
-def test_rows_of_padding_count_in_no_loss_and_no_metric(
-    tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_padding_count_in_no_loss_and_no_metric(tmp_path, loss: str, monkeypatch) -> None:
     model, options = build(tmp_path, f"train.loss={loss}", "train.max_grad_norm=null", "train.beta=0.5")
     pairs, reference = examples(5), reference_logps(5)
     plain, _ = step_gradients(model, options, pairs, reference, sizes=[3, 2])
@@ -175,7 +171,7 @@ def test_rows_of_padding_count_in_no_loss_and_no_metric(
 
 
 @pytest.mark.long
-def test_a_compiled_run_has_few_traces_and_ends_with_the_same_weights(tmp_path: Path) -> None:
+def test_a_compiled_run_has_few_traces_and_ends_with_the_same_weights(tmp_path) -> None:
     words = tiny.settings(tmp_path, rows=37, train__epochs=2, plan__micro_batch_sizes=[3])
     words += ["data.length_multiple=2", "train.max_traces=4", "evaluate.samples=0", "train.global_batch_size=8"]
     for compiled in (True, False):

@@ -30,11 +30,10 @@ from lib.system.terminal import Terminal
 from lib.training import step as step_module
 from lib.training.divided_world import ShardedWorld, sharded
 from tests import rounding, tiny
-from tests.ranks import settings, train
+from tests.ranks import settings, train, two
 from tests.tiny import model_folder, steps_of
 
 mpi = pytest.mark.mpi(min_size=2)
-two = pytest.mark.mpi(min_size=2, max_size=2)  # what a third rank changes is seen without it
 
 HEADS = {"hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 40}
 FAMILIES = ("llama", "llama-tied-biased", "qwen2", "qwen3", "qwen3_moe", "ministral3")
@@ -122,7 +121,7 @@ def assert_equals_whole(
     ],
 )
 @pytest.mark.long("qwen3-lora", "ministral3-full", "llama-lora", ranks=3)
-def test_parts_compute_what_the_whole_computes(world: World, folder: Path, family: str, method: str) -> None:
+def test_parts_compute_what_the_whole_computes(world, folder, family: str, method: str) -> None:
     path = folder_of(world, folder, family)
     changes: dict[str, Any] = {"method": method}
     if (family, method) == ("qwen3_moe", "dora"):
@@ -132,7 +131,7 @@ def test_parts_compute_what_the_whole_computes(world: World, folder: Path, famil
 
 
 @mpi
-def test_parts_drop_what_the_whole_drops(world: World, folder: Path) -> None:
+def test_parts_drop_what_the_whole_drops(world, folder) -> None:
     path = folder_of(world, folder, "qwen3_moe")
     assert_equals_whole(world, path, UNEVEN[world.size], shares_prompts=True, dropout=0.3)
 
@@ -147,9 +146,7 @@ def test_parts_drop_what_the_whole_drops(world: World, folder: Path) -> None:
     ],
 )
 @pytest.mark.long("*-whole", "llama-tied-biased-full-in pieces", ranks=2)
-def test_a_divided_vocabulary(
-    world: World, folder: Path, family: str, method: str, logits_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_divided_vocabulary(world, folder, family: str, method: str, logits_bytes: int, monkeypatch) -> None:
     monkeypatch.setattr(logps_module, "LOGITS_BYTES", logits_bytes)
     path = folder_of(world, folder, family)
     assert_equals_whole(world, path, UNEVEN[world.size], shares_prompts=True, method=method, shard_vocabulary=True)
@@ -162,7 +159,7 @@ def test_a_divided_vocabulary(
 @mpi
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.long(ranks=3)
-def test_parts_of_a_quantised_model(world: World, folder: Path, family: str) -> None:
+def test_parts_of_a_quantised_model(world, folder, family: str) -> None:
     sizes = {"hidden_size": 64, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
     widths = {"intermediate_size": 256, "moe_intermediate_size": 96}
     path = folder / family
@@ -178,9 +175,7 @@ def test_parts_of_a_quantised_model(world: World, folder: Path, family: str) -> 
 
 
 @mpi
-def test_gathered_parts_are_scattered_to_any_division_bit_for_bit(
-    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gathered_parts_are_scattered_to_any_division_bit_for_bit(world, folder, monkeypatch) -> None:
     path = folder_of(world, folder, "llama-tied-biased")
     whole, model = (build(path, method="full") for _ in range(2))
     for either in (whole, model):
@@ -232,7 +227,7 @@ def test_what_cannot_be_divided_is_refused(changes: dict[str, Any], weights: lis
     ],
 )
 def test_equal_parts_are_compiled_where_nccl_sums_or_where_it_is_told(
-    counts: Any, weight: float, backend: str, told: Any, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+    counts: Any, weight: float, backend: str, told: Any, is_compiled: bool, monkeypatch
 ) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     world = sharded(World(size=2, backend=backend), partition.Division(counts, (8, 8), weights=(1.0, weight)))
@@ -254,7 +249,7 @@ def test_equal_parts_are_compiled_where_nccl_sums_or_where_it_is_told(
 )
 @pytest.mark.long("dora", "biased")
 def test_equal_parts_compiled_train_to_the_weights_of_the_whole(
-    world: World, folder: Path, words: tuple[str, ...], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    world, folder, words: tuple[str, ...], changes: dict[str, Any], monkeypatch
 ) -> None:
     common = [*settings(world, folder, shape=HEADS | changes), "train.steps=8", *words, "train.max_grad_norm=0.05"]
     common += ["strategy=sharded", "checkpoint.final=last", "train.compile=true"]
@@ -274,9 +269,7 @@ def test_equal_parts_compiled_train_to_the_weights_of_the_whole(
 
 @two
 @pytest.mark.long
-def test_answers_metrics_and_another_reference_in_parts(
-    world: World, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_metrics_and_another_reference_in_parts(world, folder, capsys) -> None:
     parts = ("strategy=sharded", "model.shard_vocabulary=true", f"plan.shares={list(UNEVEN[world.size])}")
     assert_answers_and_metrics_as_alone(world, folder, capsys, *parts)
 
@@ -333,7 +326,7 @@ def assert_answers_and_metrics_as_alone(
 
 @mpi
 @pytest.mark.long
-def test_a_rank_trains_in_its_planned_memory(world: World, folder: Path) -> None:
+def test_a_rank_trains_in_its_planned_memory(world, folder) -> None:
     """The steps' measured peaks, beyond what all ranks keep whole (embedding, head, norms), are as the plan's parts."""
     shape = HEADS | {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 768}
     words = settings(world, folder, shape=shape)

@@ -5,7 +5,6 @@ import shutil
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -37,9 +36,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 @pytest.mark.long
-def test_slurm_trains_what_one_machine_trains(
-    three_hosts: list[Host], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_slurm_trains_what_one_machine_trains(three_hosts: list[Host], tmp_path, capsys) -> None:
     if missing := [name for name in ("slurmctld", "slurmd", "sbatch") if shutil.which(name, path=PATH) is None]:
         pytest.skip(f"no Slurm: {', '.join(missing)} missing (apt-get install slurmctld slurmd slurm-client)")
     hosts = three_hosts[:2]

@@ -170,7 +170,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Logps:
 
 
 @pytest.mark.parametrize(("loss", "compiled"), [*((loss, False) for loss in LOSSES), ("sigmoid", True), ("sft", True)])
-def test_loss_and_every_gradient_equal_float64(tmp_path: Path, known: Logps, loss: str, compiled: bool) -> None:
+def test_loss_and_every_gradient_equal_float64(tmp_path, known: Logps, loss: str, compiled: bool) -> None:
     words = [f"train.loss={loss}", "train.max_grad_norm=null", f"train.compile={compiled}", "train.beta=0.5"]
     model, settings = build(tmp_path, *words)
     batch, reference = examples(), reference_logps(3)
@@ -189,7 +189,7 @@ def test_loss_and_every_gradient_equal_float64(tmp_path: Path, known: Logps, los
     rounding.assert_within(found, [{"loss": np.array(loss_now())}, expected], limits)
 
 
-def test_gradients_of_weighted_pairs_equal_float64_with_the_weights_held(tmp_path: Path) -> None:
+def test_gradients_of_weighted_pairs_equal_float64_with_the_weights_held(tmp_path) -> None:
     model, settings = build(tmp_path, "train.use_weighting=true", "train.max_grad_norm=null", "train.compile=true")
     batch, reference = examples(2), reference_logps(2)
     result, gradients = step_gradients(model, settings, batch, reference, sizes=[1, 1])
@@ -211,9 +211,7 @@ def test_gradients_of_weighted_pairs_equal_float64_with_the_weights_held(tmp_pat
 
 
 @pytest.mark.parametrize(("method", "sizes"), [("full", [1, 1]), ("dora", [2])])
-def test_every_gradient_of_full_training_and_of_dora_equals_float64(
-    tmp_path: Path, method: str, sizes: list[int]
-) -> None:
+def test_every_gradient_of_full_training_and_of_dora_equals_float64(tmp_path, method: str, sizes: list[int]) -> None:
     """DoRA's with the norm held."""
     words, scale = [f"model.method={method}", "train.max_grad_norm=null"], 1.0
     model, settings = build(tmp_path, *words, tie_word_embeddings=method == "full")
@@ -234,7 +232,7 @@ def test_every_gradient_of_full_training_and_of_dora_equals_float64(
     rounding.assert_within([gradients], [expected], limits[1:])
 
 
-def test_micro_batches_of_any_size_add_up_to_the_same_step(tmp_path: Path) -> None:
+def test_micro_batches_of_any_size_add_up_to_the_same_step(tmp_path) -> None:
     model, settings = build(tmp_path, "train.max_grad_norm=null")
     batch, reference = examples(6), reference_logps(6)
     expected, limits = rounding.expected_and_limits(model, results_of(model, settings, batch, reference, [6]))
@@ -243,7 +241,7 @@ def test_micro_batches_of_any_size_add_up_to_the_same_step(tmp_path: Path) -> No
         rounding.assert_within([means_of(result), gradients], expected, limits)
 
 
-def test_clipping_bounds_the_global_norm(tmp_path: Path) -> None:
+def test_clipping_bounds_the_global_norm(tmp_path) -> None:
     model, settings = build(tmp_path, "train.max_grad_norm=null")
     plain, before = step_gradients(model, settings, examples(), reference_logps(3), [3])
     norm = plain.figures["grad_norm"]
@@ -254,7 +252,7 @@ def test_clipping_bounds_the_global_norm(tmp_path: Path) -> None:
     assert norm == pytest.approx(np.sqrt(sum((g**2).sum() for g in before.values())), rel=1e-5)
 
 
-def test_a_non_finite_batch_leaves_weights_and_optimizer_alone(tmp_path: Path) -> None:
+def test_a_non_finite_batch_leaves_weights_and_optimizer_alone(tmp_path) -> None:
     model, settings = build(tmp_path)
     optimizer = make_optimizer(settings.train)
     optimizer.init(model.trainable_parameters())
@@ -290,7 +288,7 @@ def test_the_learning_rate_follows_the_batch_where_it_is_asked_to(scaling: str, 
 @pytest.mark.parametrize(
     "name", ["adamw", "adam", "sgd", "adafactor", "lion", "muon", "rmsprop", "adagrad", "adamax", "adadelta"]
 )
-def test_every_named_optimizer_takes_a_step(tmp_path: Path, name: str) -> None:
+def test_every_named_optimizer_takes_a_step(tmp_path, name: str) -> None:
     model, settings = build(tmp_path, f"train.optimizer={name}")
     before = adapter_files.digest(adapter_files.trainable(model))
     step = Step(model, make_optimizer(settings.train), settings.train, World())
@@ -299,7 +297,7 @@ def test_every_named_optimizer_takes_a_step(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["full", "dora"])
-def test_norms_and_magnitudes_do_not_decay(tmp_path: Path, method: str) -> None:
+def test_norms_and_magnitudes_do_not_decay(tmp_path, method: str) -> None:
     model, settings = build(tmp_path, f"model.method={method}", "train.weight_decay=0.5", "train.optimizer=adamw")
     before = dict(tree_flatten(model.trainable_parameters()))
     zeros = tree_unflatten([(name, mx.zeros(a.shape)) for name, a in before.items()])

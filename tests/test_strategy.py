@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from lib.config import load
-from lib.distributed.world import World
 from lib.model import partition
 from lib.plan import strategy
 from lib.plan.calibration import (
@@ -31,12 +30,11 @@ from lib.system.network import host_name
 from lib.training.run_facts import plan_run
 from tests import rounding, tiny
 from tests.planning import calibrated
-from tests.ranks import settings, train
+from tests.ranks import settings, train, two
 from tests.test_shard import HEADS
 from tests.tiny import merges_of, rows_of_epochs
 
 GB = 10**9
-two = pytest.mark.mpi(min_size=2, max_size=2)
 mpi = pytest.mark.mpi(min_size=2)
 
 
@@ -54,9 +52,7 @@ mpi = pytest.mark.mpi(min_size=2)
 )
 @pytest.mark.long("checkpoints", "epochs", "full")
 @pytest.mark.long(ranks=3)
-def test_auto_is_independent_on_ranks_of_one_host(
-    world: World, folder: Path, rows: int, words: list[str], steps: int
-) -> None:
+def test_auto_is_independent_on_ranks_of_one_host(world, folder, rows: int, words: list[str], steps: int) -> None:
     words = [*settings(world, folder, rows=rows), *words, f"data.cache_dir={folder}/cache"]
     run = train(world, folder, words, "run")
     plan = json.loads((run / "plan.json").read_text())
@@ -75,10 +71,8 @@ def test_auto_is_independent_on_ranks_of_one_host(
     assert json.loads((newest / "state.json").read_text())["rounds"]["are_one"], "the last one is from a merge"
 
 
-@pytest.mark.mpi(min_size=2, max_size=2)
-def test_auto_trains_in_parts_where_a_limit_is_written_down(
-    world: World, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@two
+def test_auto_trains_in_parts_where_a_limit_is_written_down(world, folder, capsys) -> None:
     """Real ranks: the calibration of this host says that less than the model may be used."""
     words = settings(world, folder, "train.schedule=constant", "train.steps=3", shape=HEADS)
     whole = train(world, folder, [*words, "strategy=synchronous"], "whole")
@@ -105,11 +99,9 @@ def test_auto_trains_in_parts_where_a_limit_is_written_down(
     assert tiny.difference(whole, run) <= rounding.trained_alone(world, words).limit
 
 
-@pytest.mark.mpi(min_size=2, max_size=2)
+@two
 @pytest.mark.long
-def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
-    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(world, folder, monkeypatch) -> None:
     """Rank 0 is said to be three times as fast: the shares follow, and the weights are those of one rank."""
     often = ["train.steps=16", "checkpoint.every=1", "checkpoint.keep=20"]
     words = settings(world, folder, *often, "strategy=synchronous")
@@ -143,9 +135,7 @@ def test_a_run_that_is_planned_again_loses_no_example_and_resumes_bit_for_bit(
 
 
 @two
-def test_two_hosts_plan_the_same_where_one_was_never_calibrated(
-    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_hosts_plan_the_same_where_one_was_never_calibrated(world, folder, monkeypatch) -> None:
     """Two real ranks that go by two names; the second one's products are said to be a third as fast."""
     words = settings(world, folder, "train.global_batch_size=16")
     config = load.load(None, [*words, f"plan.calibration_dir={folder / 'calibration'}"])

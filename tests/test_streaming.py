@@ -64,7 +64,7 @@ def in_memory(folder: Path, train: Any, **changes: Any) -> Any:
     "names", [["a.jsonl"], ["a.jsonl.gz"], ["a.parquet"], ["a.jsonl", "b/c.parquet", "d.jsonl.gz"]]
 )
 @pytest.mark.parametrize("max_length", [1024, 34])
-def test_streamed_rows_are_those_in_memory(tmp_path: Path, names: list[str], max_length: int) -> None:
+def test_streamed_rows_are_those_in_memory(tmp_path, names: list[str], max_length: int) -> None:
     folder = tmp_path / "data"
     (folder / "b").mkdir(parents=True)
     (folder / "README.md").write_text("no data")
@@ -84,7 +84,7 @@ def test_streamed_rows_are_those_in_memory(tmp_path: Path, names: list[str], max
     assert data.lengths.max() < max_length and (data.pieces > 0).all()
 
 
-def test_the_digest_covers_all_that_makes_the_tokens(tmp_path: Path) -> None:
+def test_the_digest_covers_all_that_makes_the_tokens(tmp_path) -> None:
     path = write(tmp_path / "a.jsonl", RECORDS)
     same = open_streamed(tmp_path, path).digest
     assert open_streamed(tmp_path, write(tmp_path / "b.jsonl", RECORDS)).digest == same
@@ -103,7 +103,7 @@ def test_the_digest_covers_all_that_makes_the_tokens(tmp_path: Path) -> None:
 # ---- Which rows
 
 
-def test_weights_say_how_often_an_epoch_takes_a_row(tmp_path: Path) -> None:
+def test_weights_say_how_often_an_epoch_takes_a_row(tmp_path) -> None:
     a, b, c = (write(tmp_path / f"{n}.jsonl", RECORDS[i * 20 : i * 20 + 20]) for i, n in enumerate("abc"))
     mixture = {str(a): 1, str(b): 2.5, str(c): 0.5}
     data, whole = open_streamed(tmp_path, mixture), in_memory(tmp_path, mixture)
@@ -115,7 +115,7 @@ def test_weights_say_how_often_an_epoch_takes_a_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_part_of_a_plain_text_is_taken_from_what_the_holdout_leaves(tmp_path: Path, streaming: bool) -> None:
+def test_a_part_of_a_plain_text_is_taken_from_what_the_holdout_leaves(tmp_path, streaming: bool) -> None:
     """Both are decided by a hash of the whole text, which must not be the same number."""
     texts = write(tmp_path / "texts.jsonl", [{"text": f"The number {i} is a number."} for i in range(1000)])
     settings = settings_of(tmp_path, {str(texts): 0.1}, holdout=0.1, streaming=streaming)
@@ -124,7 +124,7 @@ def test_a_part_of_a_plain_text_is_taken_from_what_the_holdout_leaves(tmp_path: 
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_holdout_stays_when_rows_are_added_and_keeps_prompts_together(tmp_path: Path, streaming: bool) -> None:
+def test_a_holdout_stays_when_rows_are_added_and_keeps_prompts_together(tmp_path, streaming: bool) -> None:
     again = [{**r, "chosen": r["chosen"] + " Yes."} for r in RECORDS]
 
     def sides(records: list[Any], name: str) -> tuple[set[str], set[str]]:
@@ -142,7 +142,7 @@ def test_a_holdout_stays_when_rows_are_added_and_keeps_prompts_together(tmp_path
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_duplicates_and_lengths_are_filtered_and_never_refused(tmp_path: Path, streaming: bool) -> None:
+def test_duplicates_and_lengths_are_filtered_and_never_refused(tmp_path, streaming: bool) -> None:
     path = write(tmp_path / "a.jsonl", [*RECORDS, *RECORDS[:10], {**RECORDS[3], "rejected": "other"}])
     assert len(training(settings_of(tmp_path, path, deduplicate=True, streaming=streaming))) == 61
     lengths = in_memory(tmp_path, path, deduplicate=True).lengths + 1
@@ -173,7 +173,7 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_bad_files_are_refused_in_one_line_or_counted_and_named(tmp_path: Path, streaming: bool) -> None:
+def test_bad_files_are_refused_in_one_line_or_counted_and_named(tmp_path, streaming: bool) -> None:
     for why, (path, line) in bad_files(tmp_path).items():
         settings = settings_of(tmp_path, path, streaming=streaming)
         with pytest.raises(UserError, match=rf"^{path}:{line}: ") as error:
@@ -189,7 +189,7 @@ def test_bad_files_are_refused_in_one_line_or_counted_and_named(tmp_path: Path, 
         assert len(data.examples(range(len(data)))) == len(data) >= 60
 
 
-def test_an_index_older_than_its_file_is_told_and_made_anew(tmp_path: Path) -> None:
+def test_an_index_older_than_its_file_is_told_and_made_anew(tmp_path) -> None:
     path, told = write(tmp_path / "a.jsonl", RECORDS), list[str]()
     before = open_streamed(tmp_path, path, told)
     tokens_of(before, 0)
@@ -214,7 +214,7 @@ def write_unseen(path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("what", ["entries.bin", "index.json", "lines.jsonl"])
-def test_a_damaged_index_is_made_anew(tmp_path: Path, what: str) -> None:
+def test_a_damaged_index_is_made_anew(tmp_path, what: str) -> None:
     path = write(tmp_path / "a.jsonl.gz", RECORDS)
     digest = open_streamed(tmp_path, path).digest
     (damaged,) = (tmp_path / "cache").glob(f"index-*/{what}")
@@ -222,7 +222,7 @@ def test_a_damaged_index_is_made_anew(tmp_path: Path, what: str) -> None:
     assert open_streamed(tmp_path, path).digest == digest
 
 
-def test_a_row_that_only_its_tokens_show_to_be_unusable(tmp_path: Path) -> None:
+def test_a_row_that_only_its_tokens_show_to_be_unusable(tmp_path) -> None:
     records = [*RECORDS, *({**record(i), "prompt": "word " * 400} for i in range(2))]
     path = write(tmp_path / "a.jsonl", [record(i) for i in range(60, 2000)] + records)
     refusing = open_streamed(tmp_path, path, max_length=340)
@@ -240,7 +240,7 @@ def streamed_words(folder: Path, **changes: Any) -> list[str]:
     return [*tiny.settings(folder, **changes), "data.streaming=true", f"data.cache_dir={folder}/cache"]
 
 
-def test_a_streamed_run_goes_on_exactly_without_the_rows_that_are_unusable(tmp_path: Path) -> None:
+def test_a_streamed_run_goes_on_exactly_without_the_rows_that_are_unusable(tmp_path) -> None:
     words = streamed_words(tmp_path, rows=40)
     path = tmp_path / "train.jsonl"
     lines = path.read_text().splitlines()
@@ -259,14 +259,14 @@ def test_a_streamed_run_goes_on_exactly_without_the_rows_that_are_unusable(tmp_p
     assert difference(whole, halves) == 0
 
 
-def test_a_step_of_which_every_row_is_left_out_changes_nothing(tmp_path: Path) -> None:
+def test_a_step_of_which_every_row_is_left_out_changes_nothing(tmp_path) -> None:
     words = streamed_words(tmp_path, rows=40, data__longest=14, data__valid="null", train__global_batch_size=1)
     result = tiny.train(tmp_path, [*words, "train.steps=30", "run.name=run"])
     pairs = [record["loss"] is not None for record in steps_of(tmp_path / "runs" / "run")]
     assert 0 < sum(pairs) < 24 and "not finite" not in result.stdout
 
 
-def test_sources_of_every_kind_are_found_in_one_order(tmp_path: Path) -> None:
+def test_sources_of_every_kind_are_found_in_one_order(tmp_path) -> None:
     for name in ("b.jsonl", "a/2.parquet", "a/1.jsonl.gz", ".hidden/x.jsonl", "notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

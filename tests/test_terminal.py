@@ -53,7 +53,7 @@ def at_terminal(monkeypatch: pytest.MonkeyPatch, words: list[str], columns: int,
     return b"".join(written).decode()
 
 
-def test_a_run_fits_its_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_fits_its_terminal(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)  # a path longer than a line is left whole
     words = [*settings(Path()), "--config", str(config(tmp_path)), "train.steps=6", "run.name=fits"]
     raw = at_terminal(monkeypatch, words, 80)
@@ -68,7 +68,7 @@ def test_a_run_fits_its_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert shlex.split(commands.splitlines()[0])[-2:] == ["--prompt", "..."]
 
 
-def test_without_colours_and_where_nothing_can_be_drawn_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_colours_and_where_nothing_can_be_drawn_over(monkeypatch, tmp_path) -> None:
     words = [*settings(tmp_path), "--config", str(config(tmp_path)), "--dry-run"]
     assert not COLOURS.search(at_terminal(monkeypatch, [*words, "train.global_batch_size=4"], 80, NO_COLOR="1"))
     dumb = at_terminal(monkeypatch, [*words[:-1], "train.steps=2", "run.name=dumb"], 80, TERM="dumb")
@@ -81,7 +81,7 @@ def config(folder: Path) -> Path:
     return path
 
 
-def test_a_file_gets_plain_lines_and_the_log_the_warnings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_gets_plain_lines_and_the_log_the_warnings(monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     words = [*settings(tmp_path), "--config", str(config(tmp_path)), "train.steps=6", "run.name=plain"]
     out = train(tmp_path, words).stdout
@@ -102,9 +102,7 @@ def test_a_file_gets_plain_lines_and_the_log_the_warnings(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("width", [80, 160])
-def test_tables_and_lines_fit_and_lose_nothing(
-    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_and_lines_fit_and_lose_nothing(width: int, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TANDEM_COLUMNS", str(width))
     say = terminal.Terminal()
     say.table("", ["rank", "host", "a long name of figures"], [[str(i), f"host-{i}", f"{i:.9f}"] for i in range(4)], 2)
@@ -134,7 +132,7 @@ RECORD = {"kind": "step", "reward_accuracy": 1.0, "reward_margin": -0.123, "kl":
 RECORD |= {"pairs_per_second": 64.0, "tokens_per_second": 900.0, "peak_memory_bytes": 10**9, "learning_rate": 1e-4}
 
 
-def test_signs_that_an_output_cannot_write_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signs_that_an_output_cannot_write_end_nothing(monkeypatch) -> None:
     written = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "ascii"))
     terminal.Terminal().line("➜ 漢")
@@ -142,7 +140,7 @@ def test_signs_that_an_output_cannot_write_end_nothing(monkeypatch: pytest.Monke
     assert written.getvalue() == b"? ?\n"
 
 
-def test_a_record_is_json_whatever_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_is_json_whatever_the_figures(capsys) -> None:
     """JSON has no NaN, and programs other than Python's refuse it."""
     values = {"loss": float("nan"), "ranks": [{"kl": float("-inf"), "pairs": 3}], "none": None}
     terminal.Terminal().record(values)
@@ -155,9 +153,7 @@ NOT_FINITE = "step 3: not finite ([metal::malloc] Attempting to allocate 9 bytes
 
 
 @pytest.mark.parametrize("each_rank", [True, False])
-def test_independent_ranks_tell_what_they_alone_know(
-    each_rank: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_independent_ranks_tell_what_they_alone_know(each_rank: bool, tmp_path, capsys) -> None:
     tracker = PerformanceTracker(tmp_path / "rank-001.jsonl", rank=1)
     console = RunConsole(1)
     console.record_in(tracker, 0, each_rank)

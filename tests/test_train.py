@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Container
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -37,7 +36,7 @@ from tests import float64, rounding, tiny
 from tests.tiny import ROOT, difference
 
 
-def test_mpirun_with_unequal_shares_ends_with_the_same_weights(tmp_path: Path) -> None:
+def test_mpirun_with_unequal_shares_ends_with_the_same_weights(tmp_path) -> None:
     """As a user launches it; tests/test_world.py has the other worlds, methods and losses."""
     one, words = tiny.run(tmp_path, "one", train__steps=8), tiny.settings(tmp_path, train__steps=8, run__name="two")
     result = tiny.train(tmp_path, [*words, "plan.shares=[6,2]", "plan.micro_batch_sizes=[4,1]"], ranks=2)
@@ -47,7 +46,7 @@ def test_mpirun_with_unequal_shares_ends_with_the_same_weights(tmp_path: Path) -
     assert summary["world_size"] == 2 and summary["steps"] == 8
 
 
-def test_the_wall_seconds_and_the_cost_of_a_run_are_of_all_its_processes(tmp_path: Path) -> None:
+def test_the_wall_seconds_and_the_cost_of_a_run_are_of_all_its_processes(tmp_path) -> None:
     run = tiny.run(tmp_path, cost__rent_per_hour=3600, train__steps=2)
     state = json.loads((run / "checkpoints/step-00000002/state.json").read_text())
     first = tiny.summary(run)
@@ -70,7 +69,7 @@ def test_the_wall_seconds_and_the_cost_of_a_run_are_of_all_its_processes(tmp_pat
     ]
 
 
-def test_ctrl_c_is_one_line_and_resumes(tmp_path: Path) -> None:
+def test_ctrl_c_is_one_line_and_resumes(tmp_path) -> None:
     words = tiny.settings(tmp_path, train__steps=400, checkpoint__every=5, run__name="run")
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *words, f"--config={tiny.config_file(tmp_path)}"],
@@ -91,7 +90,7 @@ def test_ctrl_c_is_one_line_and_resumes(tmp_path: Path) -> None:
     tiny.train(tmp_path, ["--resume", str(tmp_path / "runs/run"), "train.steps=20"])
 
 
-def test_a_compiled_step_equals_a_plain_one_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_compiled_step_equals_a_plain_one_and_resumes_to_the_same_bits(tmp_path) -> None:
     plain, compiled, resumed = (
         tiny.run(tmp_path, name, train__steps=6, checkpoint__every=3, train__compile=name != "plain")
         for name in ("plain", "compiled", "resumed")
@@ -103,7 +102,7 @@ def test_a_compiled_step_equals_a_plain_one_and_resumes_to_the_same_bits(tmp_pat
     assert difference(compiled, resumed) == 0.0
 
 
-def test_full_training_of_a_bfloat16_model_keeps_float32_weights_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+def test_full_training_of_a_bfloat16_model_keeps_float32_weights_and_resumes_to_the_same_bits(tmp_path) -> None:
     words = ["model.method=full", "model.dtype=bfloat16", "train.schedule=constant", "checkpoint.final=last"]
     whole, halves = (tiny.run(tmp_path, f"{steps}", words, train__steps=steps) for steps in (4, 2))
     tiny.train(tmp_path, ["--resume", str(halves), "train.steps=4"])
@@ -114,7 +113,7 @@ def test_full_training_of_a_bfloat16_model_keeps_float32_weights_and_resumes_to_
 
 
 @pytest.mark.parametrize("damage", ["torn", "tampered", "missing"])
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage: str) -> None:
     run = tiny.run(tmp_path, train__steps=9, checkpoint__every=3)
     before, newest = tiny.bits(run), run / "checkpoints/step-00000009/adapters.safetensors"
     content = newest.read_bytes()
@@ -129,7 +128,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
     assert "after step 6" in result.stdout and tiny.bits(run) == before
 
 
-def test_checkpoints_kept_are_the_newest_and_the_best(tmp_path: Path) -> None:
+def test_checkpoints_kept_are_the_newest_and_the_best(tmp_path) -> None:
     words = ["train.steps=12", "checkpoint.every=2", "checkpoint.keep=2", "evaluate.every=3", "train.learning_rate=0.5"]
     run = tmp_path / "runs" / "run"
     left = [run / "logs/rank-001.jsonl.7.unfinished", run / "plan.json.7.unfinished"]
@@ -152,7 +151,7 @@ def test_checkpoints_kept_are_the_newest_and_the_best(tmp_path: Path) -> None:
     assert {path.name for path in (run / "checkpoints").glob("step-*")} == kept and not part.exists()
 
 
-def test_a_quantised_base_trains_its_adapters(tmp_path: Path) -> None:
+def test_a_quantised_base_trains_its_adapters(tmp_path) -> None:
     words = [f"model.path={tiny.stored_model(tmp_path, quantised=True)}", "model.random_init=false"]
     steps = tiny.steps_of(tiny.run(tmp_path, "q", words, train__steps=12, train__learning_rate=1e-2))
     assert steps[-1]["loss"] < steps[0]["loss"]
@@ -160,7 +159,7 @@ def test_a_quantised_base_trains_its_adapters(tmp_path: Path) -> None:
     assert full.returncode == 2 and "quantised; use model.method=lora" in full.stderr
 
 
-def test_a_reference_that_the_steps_ask_for_is_that_of_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reference_that_the_steps_ask_for_is_that_of_a_pass(tmp_path, monkeypatch) -> None:
     """And each row is asked for once: what two epochs learn is the same."""
     changes = {"train.epochs": 2, "train.steps": "null", "train.learning_rate": 1e-2}
     asked = tiny.steps_of(tiny.run(tmp_path, "asked", **changes))
@@ -171,9 +170,7 @@ def test_a_reference_that_the_steps_ask_for_is_that_of_a_pass(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt_bigcode"])
-def test_a_reference_of_another_family_is_the_same_where_each_step_asks_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
+def test_a_reference_of_another_family_is_the_same_where_each_step_asks_it(tmp_path, monkeypatch, family: str) -> None:
     module = importlib.import_module(f"mlx_lm.models.{family}")
     sizes = {"n_embd": 64, "n_layer": 1, "n_inner": 64, "n_head": 4, "n_positions": 256, "layer_norm_epsilon": 1e-5}
     own = sizes if family == "gpt_bigcode" else {}
@@ -192,7 +189,7 @@ def test_a_reference_of_another_family_is_the_same_where_each_step_asks_it(
     assert margins[1] == pytest.approx(margins[0], abs=1e-5) and abs(margins[0]) > 1e-3
 
 
-def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_writes_nothing(tmp_path) -> None:
     """tests/test_world.py has the ranks' own."""
     shown = tiny.train(tmp_path, [*tiny.settings(tmp_path), "--dry-run", "--measure"]).stdout
     assert "dry run" in shown and re.search(r"expected: about .* in all \(.*by a step that was tried", shown)
@@ -200,7 +197,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(device() != "cpu", reason="a GPU's time comes from the formula")
-def test_blocks_are_tried_with_the_model_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_tried_with_the_model_as_it_was(tmp_path, monkeypatch) -> None:
     """Also where a family's code fails with a few of its blocks. Where they say that attention costs all, micro-batches
     are of one row, and without plan.replan as they were."""
     config = load.load(None, tiny.settings(tmp_path))
@@ -225,7 +222,7 @@ def test_blocks_are_tried_with_the_model_as_it_was(tmp_path: Path, monkeypatch: 
         assert pace is not None and pace.step > 8e-3 and pace.row == pytest.approx(pace.step / 14)  # 21 rows in 3 steps
 
 
-def test_a_run_continues_from_an_earlier_adapter(tmp_path: Path) -> None:
+def test_a_run_continues_from_an_earlier_adapter(tmp_path) -> None:
     first = tiny.run(tmp_path, "first", train__steps=4, train__loss="sft")
     second = tiny.run(tmp_path, "second", train__steps=4, model__adapter=first)
     # The reference is the policy as it starts, adapter included: nothing is preferred yet.
@@ -234,7 +231,7 @@ def test_a_run_continues_from_an_earlier_adapter(tmp_path: Path) -> None:
     assert wrong.returncode == 2 and "model.rank=8" in wrong.stderr
 
 
-def test_a_run_whose_default_layers_were_others_goes_on_with_the_keys_that_are_named(tmp_path: Path) -> None:
+def test_a_run_whose_default_layers_were_others_goes_on_with_the_keys_that_are_named(tmp_path) -> None:
     """An earlier version adapted the routers of experts, too; resuming said only that the weights do not fit."""
     tiny.train(tmp_path, [*tiny.settings(tmp_path), "train.steps=2", "run.name=old", "model.keys=[self_attn.q_proj]"])
     config = tmp_path / "runs/old/config.yaml"
@@ -257,7 +254,7 @@ def test_a_run_whose_default_layers_were_others_goes_on_with_the_keys_that_are_n
     ],
 )
 def test_more_threads_than_cores_are_warned_of(
-    monkeypatch: pytest.MonkeyPatch, hosts: list[str], rank: int, threads: int, words: str | None
+    monkeypatch, hosts: list[str], rank: int, threads: int, words: str | None
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr(run_facts.hardware, "mlx_device", lambda: ("cpu", "a"))
@@ -276,7 +273,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, calls: Container[int]) -> None:
     monkeypatch.setattr(exchange, "sum_gradients", poisoned)
 
 
-def test_a_gradient_that_is_nan_once_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_is_nan_once_is_computed_again(tmp_path, monkeypatch) -> None:
     plain = tiny.run(tmp_path, "plain", train__steps=6, model__dropout=0.1)
     poison(monkeypatch, [3])
     words = tiny.settings(tmp_path, train__steps=6, model__dropout=0.1, run__name="poisoned")
@@ -287,9 +284,7 @@ def test_a_gradient_that_is_nan_once_is_computed_again(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("strategy", ["auto", "independent"])
-def test_a_nan_that_stays_gets_into_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
-) -> None:
+def test_a_nan_that_stays_gets_into_no_checkpoint(tmp_path, monkeypatch, strategy: str) -> None:
     """Once the cause is gone, the run goes on as if nothing had been: the updates that were left out are made.
 
     The first evaluation comes after such an update, and its loss is the lowest so far.
@@ -311,12 +306,11 @@ def test_a_nan_that_stays_gets_into_no_checkpoint(
 def test_checkpoints_come_by_time_or_by_steps() -> None:
     writer = checkpoint.CheckpointWriter(seconds=10.0)
     assert [writer.is_due(step, 1.0) for step in range(1, 11)] == [False] * 9 + [True], "one more step would exceed it"
-    writer.unsaved_seconds = 0.0
     writer = checkpoint.CheckpointWriter(every=3)
     assert [writer.is_due(step, 1e9) for step in (1, 2, 3, 4)] == [False, False, True, False]
 
 
-def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_finished_run_is_left_as_it_is(tmp_path) -> None:
     run = tiny.run(tmp_path, train__steps=3)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     told = tiny.train(tmp_path, ["--resume", str(run)]).stdout
@@ -327,7 +321,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [3, 9], ids=["after the schedule's end", "inside of it"])
-def test_other_steps_are_no_jump_of_the_learning_rate(tmp_path: Path, steps: int) -> None:
+def test_other_steps_are_no_jump_of_the_learning_rate(tmp_path, steps: int) -> None:
     words = ["checkpoint.every=1", "checkpoint.keep=99", "train.final_learning_rate=1e-4"]
     run = tiny.run(tmp_path, words=words, train__steps=steps)
     tiny.undo(run, 3)
@@ -342,7 +336,7 @@ def test_other_steps_are_no_jump_of_the_learning_rate(tmp_path: Path, steps: int
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_records_wait_for_room_on_the_disk_or_in_a_quota(tmp_path: Path, number: int) -> None:
+def test_records_wait_for_room_on_the_disk_or_in_a_quota(tmp_path, number: int) -> None:
     class Full:
         def write(self, _: bytes) -> int:
             raise OSError(number, os.strerror(number))
@@ -356,7 +350,7 @@ def test_records_wait_for_room_on_the_disk_or_in_a_quota(tmp_path: Path, number:
     assert [record["step"] for record in read_records(tmp_path / "log.jsonl")] == [1, 2]
 
 
-def test_evaluate_command_agrees_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_command_agrees_with_the_run(tmp_path, capsys) -> None:
     run, out = tiny.run(tmp_path, train__steps=5), tmp_path / "pairs.jsonl"
     assert evaluate.main(["--run", str(run), "--per-pair", str(out)]) == 0
     summary, lines = tiny.summary(run), tiny.read_jsonl(out)
@@ -372,14 +366,14 @@ def test_evaluate_command_agrees_with_the_run(tmp_path: Path, capsys: pytest.Cap
     assert np.mean([line["loss"] for line in lines]) == pytest.approx(summary["loss"], rel=0, abs=limit)
 
 
-def test_data_takes_the_place_of_what_a_run_held_out(tmp_path: Path) -> None:
+def test_data_takes_the_place_of_what_a_run_held_out(tmp_path) -> None:
     (tmp_path / "adapters.safetensors").touch()
     (tmp_path / "config.yaml").write_text("model: {path: m}\ndata: {train: t, holdout: 0.1}\n")
     settings = evaluate._read_config(evaluate._parse(["--run", str(tmp_path), "--data", "d"]))
     assert (settings.data.valid, settings.data.holdout) == ("d", 0)
 
 
-def test_per_pair_figures_equal_float64(tmp_path: Path) -> None:
+def test_per_pair_figures_equal_float64(tmp_path) -> None:
     policy = tiny.stored_model(tmp_path / "policy")
     reference = tiny.stored_model(tmp_path / "reference", seed=12, tie_word_embeddings=True)
     records = tiny.pairs(9, seed=3)
@@ -409,7 +403,7 @@ def test_per_pair_figures_equal_float64(tmp_path: Path) -> None:
 # ---- What a user gets wrong: one line, status 2, nothing lost ----------------------------------------------------------
 
 
-def test_a_run_folder_has_one_owner_and_is_never_overwritten(tmp_path: Path) -> None:
+def test_a_run_folder_has_one_owner_and_is_never_overwritten(tmp_path) -> None:
     run = tiny.run(tmp_path, train__steps=2)
     before = tiny.bits(run)
     again = tiny.train(tmp_path, tiny.settings(tmp_path, run__name="run"), check=False)
@@ -420,7 +414,7 @@ def test_a_run_folder_has_one_owner_and_is_never_overwritten(tmp_path: Path) -> 
     assert tiny.bits(run) == before
 
 
-def test_a_new_run_takes_what_a_killed_one_left_and_no_other_folder(tmp_path: Path) -> None:
+def test_a_new_run_takes_what_a_killed_one_left_and_no_other_folder(tmp_path) -> None:
     for name in (".lock", "plan.json", "config.yaml.7.unfinished", ".disk-0a-0001"):
         (tmp_path / name).touch()
     checkpoint.require_free(tmp_path)
@@ -431,21 +425,21 @@ def test_a_new_run_takes_what_a_killed_one_left_and_no_other_folder(tmp_path: Pa
         checkpoint.require_free(tmp_path)
 
 
-def test_a_checkpoint_takes_the_place_of_another_one_of_its_step(tmp_path: Path) -> None:
+def test_a_checkpoint_takes_the_place_of_another_one_of_its_step(tmp_path) -> None:
     final = tmp_path / "step-00000005"
     for text in ("old", "new"):
         checkpoint.write_whole(final, {}, {"text": text})
         assert (final / "text").read_text() == text and [path.name for path in tmp_path.iterdir()] == [final.name]
 
 
-def test_changed_data_is_not_resumed(tmp_path: Path) -> None:
+def test_changed_data_is_not_resumed(tmp_path) -> None:
     run = tiny.run(tmp_path, train__steps=2)
     tiny.write_jsonl(tmp_path / "train.jsonl", tiny.pairs(21, seed=5))
     result = tiny.train(tmp_path, ["--resume", str(run), "train.steps=4"], check=False)
     assert_one_clear_line(result, "no longer what this run was trained on")
 
 
-def test_a_fault_of_ours_on_one_rank_ends_all(tmp_path: Path) -> None:
+def test_a_fault_of_ours_on_one_rank_ends_all(tmp_path) -> None:
     """An ordinary end would wait in MPI for the other rank, which waits for this one until sync.timeout_seconds."""
     script = tmp_path / "rank.py"
     script.write_text(
@@ -465,7 +459,7 @@ def test_a_fault_of_ours_on_one_rank_ends_all(tmp_path: Path) -> None:
     assert "ZeroDivisionError" in result.stderr
 
 
-def test_a_disk_that_fills_up_loses_no_checkpoint(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_loses_no_checkpoint(tmp_path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disk)], capture_output=True).returncode:

@@ -61,7 +61,7 @@ LAYERS = [
 
 
 @pytest.mark.parametrize(("words", "shape"), LAYERS, ids=lambda case: " ".join(case) if isinstance(case, list) else "")
-def test_mlx_lm_loads_adapters_of_unlike_layers(tmp_path: Path, words: list[str], shape: dict[str, Any]) -> None:
+def test_mlx_lm_loads_adapters_of_unlike_layers(tmp_path, words: list[str], shape: dict[str, Any]) -> None:
     path = tiny.stored_model(tmp_path, num_hidden_layers=4, **shape)
     model, settings = trained(path, *words)
     folder = tmp_path / "adapter"
@@ -79,7 +79,7 @@ def test_mlx_lm_loads_adapters_of_unlike_layers(tmp_path: Path, words: list[str]
         assert mx.allclose(array, adapter_files.trainable(model)[name], rtol=rounding.roundoff(2), atol=0), name
 
 
-def test_every_layer_has_the_rank_and_scale_of_the_first_pattern_that_ends_its_name(tmp_path: Path) -> None:
+def test_every_layer_has_the_rank_and_scale_of_the_first_pattern_that_ends_its_name(tmp_path) -> None:
     words = ["model.alpha=8", "model.rank_pattern={layers.0.self_attn.q_proj: 2, q_proj: 16}", "model.rank=4"]
     path = tiny.stored_model(tmp_path)
     plain = ranks_and_scales(trained(path, *words)[0])
@@ -91,7 +91,7 @@ def test_every_layer_has_the_rank_and_scale_of_the_first_pattern_that_ends_its_n
     assert (stabilised[first], stabilised[second], stabilised[other]) == expected
 
 
-def test_an_adapter_of_other_ranks_is_refused_by_its_first_layer(tmp_path: Path) -> None:
+def test_an_adapter_of_other_ranks_is_refused_by_its_first_layer(tmp_path) -> None:
     path, folder = tiny.stored_model(tmp_path), tmp_path / "adapter"
     folder.mkdir()
     adapter_files.save_trained(*trained(path, "model.rank_pattern={q_proj: 2}"), folder)
@@ -99,7 +99,7 @@ def test_an_adapter_of_other_ranks_is_refused_by_its_first_layer(tmp_path: Path)
         trained(path, f"model.adapter={folder}")
 
 
-def test_gradients_reach_the_embedding_and_a_tied_head(tmp_path: Path) -> None:
+def test_gradients_reach_the_embedding_and_a_tied_head(tmp_path) -> None:
     words = ["model.adapt_embeddings=true", "model.blocks=[0]", "train.max_grad_norm=null"]
     model, settings = build(tmp_path, *words, tie_word_embeddings=True)
     batch, reference = examples(2), reference_logps(2)
@@ -132,7 +132,7 @@ def test_gradients_reach_the_embedding_and_a_tied_head(tmp_path: Path) -> None:
 # ---- LoRA+
 
 
-def test_loraplus_gives_b_its_own_rate_and_changes_nothing_else(tmp_path: Path) -> None:
+def test_loraplus_gives_b_its_own_rate_and_changes_nothing_else(tmp_path) -> None:
     """Weight decay too, as with parameter groups of two rates; a ratio of 1 is no LoRA+, to the bit."""
     rng = np.random.default_rng(0)
 
@@ -187,7 +187,7 @@ def test_noise_depends_on_the_row_and_never_on_the_layout() -> None:
     assert len(np.unique(values)) > 0.99 * len(values) and abs(np.sign(values).mean()) < 4 / math.sqrt(len(values))
 
 
-def test_a_step_with_noise_is_the_same_in_any_micro_batches_and_no_evaluation_has_any(tmp_path: Path) -> None:
+def test_a_step_with_noise_is_the_same_in_any_micro_batches_and_no_evaluation_has_any(tmp_path) -> None:
     model, settings = build(tmp_path, "train.max_grad_norm=null", "train.neftune_noise_alpha=5")
     batch, reference = examples(5), reference_logps(5)
     expected, limits = rounding.expected_and_limits(model, results_of(model, settings, batch, reference, [5]))
@@ -244,9 +244,7 @@ def test_no_second_moment_of_8_bits_becomes_zero_beside_larger_ones() -> None:
 
 
 @pytest.mark.parametrize(("method", "alpha"), [("lora", 1.0), ("full", 0.6)])
-def test_the_reference_is_what_the_paper_makes_of_the_policies_before(
-    tmp_path: Path, method: str, alpha: float
-) -> None:
+def test_the_reference_is_what_the_paper_makes_of_the_policies_before(tmp_path, method: str, alpha: float) -> None:
     """Every step's loss is that of its own policy and its own reference, which are made here from the checkpoints."""
     words = [f"model.method={method}", "train.schedule=constant", "train.global_batch_size=21", "train.steps=5"]
     words += ["train.learning_rate=1e-2", "checkpoint.every=1", "checkpoint.keep=9"]

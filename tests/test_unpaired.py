@@ -124,7 +124,7 @@ def step_gradients(
 
 @pytest.mark.parametrize("loss", UNPAIRED_LOSSES)
 @pytest.mark.long("bco")
-def test_a_steps_loss_and_every_gradient_equal_float64(tmp_path: Path, loss: str) -> None:
+def test_a_steps_loss_and_every_gradient_equal_float64(tmp_path, loss: str) -> None:
     words = [f"train.loss={loss}", "train.max_grad_norm=null", "train.beta=0.5"]
     model, settings = build(tmp_path, *words, "train.desirable_weight=1.5", "train.undesirable_weight=0.8")
     rows, reference = rows_of(3), reference_logps(3)
@@ -159,7 +159,7 @@ def test_a_steps_loss_and_every_gradient_equal_float64(tmp_path: Path, loss: str
 
 
 @pytest.mark.parametrize("loss", UNPAIRED_LOSSES)
-def test_micro_batches_of_any_size_add_up_to_the_same_step(tmp_path: Path, loss: str) -> None:
+def test_micro_batches_of_any_size_add_up_to_the_same_step(tmp_path, loss: str) -> None:
     model, settings = build(tmp_path, f"train.loss={loss}", "train.max_grad_norm=null", "train.beta=0.5")
     rows, reference = rows_of(6), reference_logps(6) - 20  # so that the baseline is not 0
 
@@ -177,7 +177,7 @@ def test_micro_batches_of_any_size_add_up_to_the_same_step(tmp_path: Path, loss:
 
 
 @pytest.mark.parametrize("loss", UNPAIRED_LOSSES)
-def test_a_step_that_is_not_finite_is_left_out_and_so_are_its_rewards(tmp_path: Path, loss: str) -> None:
+def test_a_step_that_is_not_finite_is_left_out_and_so_are_its_rewards(tmp_path, loss: str) -> None:
     model, settings = build(tmp_path, f"train.loss={loss}")
     reference, rewards = reference_logps(3), [0.5, 2.0]
     reference[1, -1 if loss == "kto" else 0] = np.nan  # kto: of a mismatched completion alone
@@ -227,7 +227,7 @@ def test_every_row_gets_the_completion_of_another_prompt_and_each_is_taken_once(
     assert (others == partners(np.arange(count), "x")).all()
 
 
-def test_mismatched_completions_keep_the_prompt_and_fit_the_length(tmp_path: Path) -> None:
+def test_mismatched_completions_keep_the_prompt_and_fit_the_length(tmp_path) -> None:
     plain = read(tmp_path, labelled(40), max_length=16)
     data = with_mismatched(plain, 16)
     assert data.completions_per_example == 2 and data.digest != plain.digest and len(data) == len(plain) == 40
@@ -259,7 +259,7 @@ def test_mismatched_completions_keep_the_prompt_and_fit_the_length(tmp_path: Pat
 )
 @pytest.mark.parametrize("streaming", [False, True])
 def test_what_is_no_label_is_one_clear_line(
-    tmp_path: Path, row: dict[str, Any], record: dict[str, Any], expected: str, streaming: bool
+    tmp_path, row: dict[str, Any], record: dict[str, Any], expected: str, streaming: bool
 ) -> None:
     path = tiny.write_jsonl(tmp_path / "rows.jsonl", [*labelled(4), row | record])
     settings = DataSettings(train=str(path), streaming=streaming, cache_dir=str(tmp_path / "cache"))
@@ -278,7 +278,7 @@ def run_words(folder: Path, loss: str, **changes: Any) -> list[str]:
     return [*words, f"train.loss={loss}", "evaluate.samples=0"]
 
 
-def test_a_compiled_step_asks_the_reference_of_fewer_rows_than_its_shape(tmp_path: Path) -> None:
+def test_a_compiled_step_asks_the_reference_of_fewer_rows_than_its_shape(tmp_path) -> None:
     """Batches are padded to shapes, and completions beside others' prompts, of KTO, to none."""
     words = [*run_words(tmp_path, "kto"), "train.steps=4", "plan.micro_batch_sizes=[4]"]
     words += ["train.global_batch_size=7", "train.max_traces=1"]
@@ -288,7 +288,7 @@ def test_a_compiled_step_asks_the_reference_of_fewer_rows_than_its_shape(tmp_pat
 
 
 @pytest.mark.parametrize("loss", UNPAIRED_LOSSES)
-def test_per_pair_writes_a_line_a_row_from_which_the_loss_follows(tmp_path: Path, loss: str, capsys: Any) -> None:
+def test_per_pair_writes_a_line_a_row_from_which_the_loss_follows(tmp_path, loss: str, capsys) -> None:
     tiny.train(tmp_path, [*run_words(tmp_path, loss), "train.steps=4", "run.name=run", "train.learning_rate=1e-2"])
     out = tmp_path / "rows.jsonl"
     capsys.readouterr()

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from lib.config.settings import Config
-from lib.distributed.world import World
 from lib.errors import UserError
 from lib.evaluate import command as evaluate
 from lib.evaluate import judges, score_file, win_rate
@@ -136,7 +135,7 @@ def compared(address: str, *pairs: tuple[str, str]) -> list[list[float]]:
     return judge_of(settings(judge=address, judge_model="m"))(asked(*pairs))
 
 
-def test_a_model_behind_a_server_is_a_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_behind_a_server_is_a_judge(monkeypatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
 
     def longer(body: dict[str, Any]) -> tuple[int, str]:
@@ -154,7 +153,7 @@ def test_a_model_behind_a_server_is_a_judge(monkeypatch: pytest.MonkeyPatch) -> 
         assert all(math.isnan(score) for score in compared(address, ("a", "b"))[0])
 
 
-def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_reported(monkeypatch) -> None:
     monkeypatch.setattr(judges, "WAIT_SECONDS", 0.001)
     answers = iter([(503, "busy"), (429, "slowly"), (200, "[[B]]")])
     with server(lambda body: next(answers)) as (address, bodies):
@@ -170,7 +169,7 @@ def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_reported(m
         compared(address, ("a", "b"))  # nobody listens there any more
 
 
-def test_a_judge_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
+def test_a_judge_is_refused_before_anything_is_asked(tmp_path) -> None:
     with pytest.raises(UserError, match="needs evaluate.judge_model"):
         judge_of(settings(judge="http://127.0.0.1:9/v1"))
     (tmp_path / "judge.txt").write_text("Which is better? {first} {second}")
@@ -206,9 +205,7 @@ def words(folder: Path, out: Path, against: str, *more: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_a_run_against_its_base_by_the_numbers_in_its_answers(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_against_its_base_by_the_numbers_in_its_answers(folder, tmp_path, capsys) -> None:
     out = tmp_path / "out.jsonl"
     assert evaluate.main(words(folder, out, "base", "evaluate.judge=number")) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -226,7 +223,7 @@ def test_a_run_against_its_base_by_the_numbers_in_its_answers(
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
-def test_two_ranks_give_the_lines_of_one(world: World, tmp_path: Path) -> None:
+def test_two_ranks_give_the_lines_of_one(world, tmp_path) -> None:
     folder = Path(world.broadcast_text(str(tmp_path)))
     evaluation = {"judge": "number", "batch_size": 4, "max_tokens": 12}
     data = {"train": "-", "cache_dir": str(folder)}
@@ -247,9 +244,7 @@ def test_two_ranks_give_the_lines_of_one(world: World, tmp_path: Path) -> None:
         assert any(line["answer"] != line["against"] for line in lines_of(folder / "two.jsonl"))
 
 
-def test_against_itself_all_is_even_and_no_model_is_asked(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_against_itself_all_is_even_and_no_model_is_asked(folder, tmp_path, capsys) -> None:
     out, judge = tmp_path / "out.jsonl", ["evaluate.judge=http://127.0.0.1:9/v1", "evaluate.judge_model=m"]
     assert evaluate.main(words(folder, out, str(folder / "tiny"), *judge)) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -257,9 +252,7 @@ def test_against_itself_all_is_even_and_no_model_is_asked(
     assert {line["verdict"] for line in lines_of(out)} == {"tie"}
 
 
-def test_what_is_finished_is_kept_and_no_judge_is_asked_twice(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_finished_is_kept_and_no_judge_is_asked_twice(folder, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "frail_judge.py").write_text(
         "import pathlib\n"

@@ -1,6 +1,5 @@
 """Sliding windows: each token attends to the last few alone, in training, scoring and answers; memory linear in the length."""
 
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -56,7 +55,7 @@ def masked_logps(model: nn.Module, examples: list[Example], window: int) -> mx.a
 @pytest.mark.parametrize("window", [5, 7, 100])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "mixtral", "gpt2"])
 @pytest.mark.long("gpt2-*", "mixtral-*", "qwen3-*", "*-7")
-def test_a_window_equals_its_mask_in_every_layout(tmp_path: Path, family: str, window: int) -> None:
+def test_a_window_equals_its_mask_in_every_layout(tmp_path, family: str, window: int) -> None:
     model = load(tmp_path, family, attention_window=window)
     assert stream_trial.cannot_share_prompts(model) is None
     layouts = set()
@@ -116,7 +115,7 @@ def test_answers_and_scores_of_a_trained_model_look_back_as_far() -> None:
     assert load_module.fingerprint(settings, 0) != load_module.fingerprint(ModelSettings(path=QUICKSTART), 0)
 
 
-def test_models_that_cannot_are_refused_in_a_line(tmp_path: Path) -> None:
+def test_models_that_cannot_are_refused_in_a_line(tmp_path) -> None:
     path = families.stored(tmp_path / "stored", "gpt_bigcode")
     model = load_module.load(ModelSettings(path=str(path), attention_window=4), 0)
     with pytest.raises(UserError, match=r"model.attention_window=4 is not for this model: .* do not take a stream"):
@@ -129,7 +128,7 @@ def test_models_that_cannot_are_refused_in_a_line(tmp_path: Path) -> None:
         load_module.load(ModelSettings(path=str(path), random_init=True, attention_window=4), 0)
 
 
-def test_a_run_trains_and_evaluates_with_a_window(tmp_path: Path) -> None:
+def test_a_run_trains_and_evaluates_with_a_window(tmp_path) -> None:
     narrow = tiny.run(tmp_path, "narrow", model__attention_window=4)
     assert tiny.records(narrow, "evaluation")
     whole_rows = tiny.run(tmp_path, "whole-rows", model__attention_window=4, data__shared_prompts="false")

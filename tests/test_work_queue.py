@@ -3,7 +3,6 @@
 import json
 import resource
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ def remote(queue: ServedQueue, rank: int) -> RemoteQueue:
     return RemoteQueue(["127.0.0.1"], port, KEY, rank, 10)
 
 
-def test_all_ranks_together_do_each_item_once(tmp_path: Path) -> None:
+def test_all_ranks_together_do_each_item_once(tmp_path) -> None:
     out = tmp_path / "out.jsonl"
     queue = ServedQueue(Journal(out, "a", 40))
     remotes = [remote(queue, rank) for rank in (1, 2)]
@@ -37,7 +36,7 @@ def test_all_ranks_together_do_each_item_once(tmp_path: Path) -> None:
     assert not queue.journal.path.exists()
 
 
-def test_a_lost_rank_gives_its_item_back_and_a_slow_one_is_overtaken(tmp_path: Path) -> None:
+def test_a_lost_rank_gives_its_item_back_and_a_slow_one_is_overtaken(tmp_path) -> None:
     queue = ServedQueue(Journal(tmp_path / "out", "a", 2))
     lost, slow = remote(queue, 1), remote(queue, 2)
     assert (lost.take(), slow.take()) == (0, 1)
@@ -53,7 +52,7 @@ def test_a_lost_rank_gives_its_item_back_and_a_slow_one_is_overtaken(tmp_path: P
     queue.close(5)
 
 
-def test_a_failure_ends_the_work_of_all(tmp_path: Path) -> None:
+def test_a_failure_ends_the_work_of_all(tmp_path) -> None:
     queue = ServedQueue(Journal(tmp_path / "out", "a", 2))
     other = remote(queue, 1)
 
@@ -69,7 +68,7 @@ def test_a_failure_ends_the_work_of_all(tmp_path: Path) -> None:
         other.finish(0, [])
 
 
-def test_the_journal_goes_on_after_a_kill_and_refuses_what_is_not_its(tmp_path: Path) -> None:
+def test_the_journal_goes_on_after_a_kill_and_refuses_what_is_not_its(tmp_path) -> None:
     out = tmp_path / "out"
     journal = Journal(out, "a", 3)
     journal.add(2, ["two", "ä"])
@@ -94,7 +93,7 @@ def test_the_journal_goes_on_after_a_kill_and_refuses_what_is_not_its(tmp_path: 
         Journal(out, "a", 3)
 
 
-def test_a_full_disk_leaves_whole_lines_and_a_cut_header_begins_again(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_whole_lines_and_a_cut_header_begins_again(tmp_path) -> None:
     journal = Journal(tmp_path / "out", "a", 3)
     header = journal.path.read_bytes()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -112,7 +111,7 @@ def test_a_full_disk_leaves_whole_lines_and_a_cut_header_begins_again(tmp_path: 
         assert journal.path.read_bytes() == header
 
 
-def test_an_output_that_is_whole_is_done_though_its_journal_is_there(tmp_path: Path) -> None:
+def test_an_output_that_is_whole_is_done_though_its_journal_is_there(tmp_path) -> None:
     out = tmp_path / "out"
     journal = Journal(out, "a", 2)
     journal.add(0, ["zero"])

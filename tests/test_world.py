@@ -1,7 +1,5 @@
 """What ranks do together, on real ranks: `mpirun -n 2 python -m pytest` runs these on all of them at once."""
 
-from pathlib import Path
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ from tests.ranks import settings, train
 from tests.tiny import steps_of
 
 pytestmark = pytest.mark.mpi(min_size=2)
-two = pytest.mark.mpi(min_size=2, max_size=2)  # what a third rank changes is seen without it
 
 
 def unequal(world: World) -> list[int]:
@@ -34,7 +31,7 @@ def unequal(world: World) -> list[int]:
         ("model.reference", "reference model"),
     ],
 )
-def test_ranks_with_other_files_than_rank_0_stop_together(world: World, folder: Path, place: str, what: str) -> None:
+def test_ranks_with_other_files_than_rank_0_stop_together(world, folder, place: str, what: str) -> None:
     """Else their figures would be mixed, or, where there are more of them, be cut off."""
     words = settings(world, folder)
     if world.rank == 0:
@@ -51,7 +48,7 @@ def test_ranks_with_other_files_than_rank_0_stop_together(world: World, folder: 
         train(world, folder, words, "run")
 
 
-def test_non_finite_updates_are_left_out_and_then_stop_the_run(world: World, folder: Path) -> None:
+def test_non_finite_updates_are_left_out_and_then_stop_the_run(world, folder) -> None:
     words = [*settings(world, folder), f"plan.shares={unequal(world)}", "train.optimizer=sgd", "train.epochs=9"]
     words += ["train.learning_rate=1e38", "train.max_grad_norm=null", "train.max_skipped_steps=3"]
     with pytest.raises(Stopped, match="3 updates in a row were not finite"):
@@ -61,9 +58,7 @@ def test_non_finite_updates_are_left_out_and_then_stop_the_run(world: World, fol
     assert skipped == [skipped[0]] * world.size and skipped[0][-3:] == [True] * 3 and not all(skipped[0])
 
 
-def test_gradients_and_sums_are_added_whatever_the_order_of_names(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_and_sums_are_added_whatever_the_order_of_names(world, monkeypatch) -> None:
     arrays = {
         name: np.random.default_rng(i).normal(size=shape).astype(np.float32)
         for i, (name, shape) in enumerate([("b", (3, 5)), ("a", (7,)), ("c", (1, 1, 2))])
@@ -79,7 +74,7 @@ def test_gradients_and_sums_are_added_whatever_the_order_of_names(
             np.testing.assert_allclose(np.array(gradients[name]), total * array, rtol=1e-6)
 
 
-def test_broadcast_keeps_every_bit_of_every_type(world: World) -> None:
+def test_broadcast_keeps_every_bit_of_every_type(world) -> None:
     rank0 = {
         "f": np.array([np.nan, -0.0, np.inf, 1e-45], np.float32),
         "h": np.array([[1.5], [-2]], np.float16),
@@ -93,13 +88,13 @@ def test_broadcast_keeps_every_bit_of_every_type(world: World) -> None:
         assert np.array(received[name]).tobytes() == array.tobytes(), name
 
 
-def test_text_is_gathered_and_broadcast(world: World) -> None:
+def test_text_is_gathered_and_broadcast(world) -> None:
     assert world.gather_text(f"rank {world.rank} ü") == [f"rank {rank} ü" for rank in range(world.size)]
     long = "x" * 5000 if world.rank == 0 else ""
     assert world.broadcast_text(long) == "x" * 5000
 
 
-def test_all_ranks_leave_with_the_error_of_one(world: World) -> None:
+def test_all_ranks_leave_with_the_error_of_one(world) -> None:
     with pytest.raises(AgreedError, match="rank 1: data.jsonl:17 is broken"), world.agreeing("reading"):
         if world.rank == 1:
             raise UserError("data.jsonl:17 is broken")
@@ -115,9 +110,7 @@ def test_all_ranks_leave_with_the_error_of_one(world: World) -> None:
         world.require_equal("data", "b" if world.rank == 1 else "a")
 
 
-def test_logs_of_other_disks_come_to_rank_0_and_those_of_the_same_disk_do_not(
-    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logs_of_other_disks_come_to_rank_0_and_those_of_the_same_disk_do_not(world, folder, monkeypatch) -> None:
     monkeypatch.setattr(run_records, "PIECE_BYTES", 500)
     apart, name = world.rank == world.size - 1, f"rank-{world.rank:03d}.jsonl"
     disk = folder / ("there" if apart else "here") / "logs"  # the last rank's is another one
