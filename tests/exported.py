@@ -21,9 +21,7 @@ from tests import tiny
 SHAPE: dict[str, Any] = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rope_theta": 10000.0}
 SHAPE |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "eos_token_id": 1}
-WIDE = {
-    "hidden_size": 64
-}  # mlx-lm quantises routers in groups of 64; whose root is exact in bfloat16, as Gemma rounds it
+WIDE = {"hidden_size": 64}  # groups of quantised routers; and its root is exact in bfloat16, to which Gemma rounds it
 EXPERTS = {**WIDE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 EXPERTS |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
 LOCAL = {**WIDE, "num_local_experts": 4, "num_experts_per_tok": 2}

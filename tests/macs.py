@@ -7,10 +7,11 @@ timmo001/system-bridge#3408 and exelban/stats#394, `spdisplays_asleep` as many t
 import json
 import os
 import platform
-import stat
 from pathlib import Path
 
 import pytest
+
+from tests.tiny import script
 
 
 def profile(*displays: tuple[str, bool]) -> str:
@@ -34,9 +35,7 @@ def tool(folder: Path, name: str, prints: str = "", status: int = 0, does: str =
     folder.mkdir(parents=True, exist_ok=True)
     calls, output = folder / f"{name}.calls", folder / f"{name}.output"
     output.write_text(prints)
-    program = folder / name
-    program.write_text(f'#!/bin/sh\necho "$*" >> "{calls}"\n{does}\ncat "{output}"\nexit {status}\n')
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    script(folder / name, f'echo "$*" >> "{calls}"\n{does}\ncat "{output}"\nexit {status}')
     return calls
 
 

@@ -268,9 +268,8 @@ def test_pairs_are_made_by_an_answer_or_by_a_judge(writer: Path, tmp_path, monke
         refused([*words, str(tmp_path / "x"), f"evaluate.judge={command}"], why)
         (tmp_path / "x.partial").unlink(missing_ok=True)
     bare = ["--data", str(tiny.write_jsonl(tmp_path / "bare.jsonl", [{"prompt": "What?"}]))]
-    refused(
-        [*common(writer), *bare, *words[-1:], str(tmp_path / "y")], "bare.jsonl:1: no 'answer' to check completions"
-    )
+    why = "bare.jsonl:1: no 'answer' to check completions by"
+    refused([*common(writer), *bare, *words[-1:], str(tmp_path / "y")], why)
 
 
 # ---- Ranks

@@ -66,8 +66,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_a_killed_probe_costs_one_point(run: Run) -> None:
     run.probe(killed=(4,))
     status, result, asked, _ = run("--length", "64")
-    assert status == 0
-    assert [one for one in asked if one.startswith("step")] == [f"step {size}" for size in (1, 2, 4, 8, 16)]
+    assert status == 0 and [one for one in asked if one.startswith("step")] == [
+        f"step {size}" for size in (1, 2, 4, 8, 16)
+    ]
     assert [point["batch_size"] for point in result["points"]] == [1, 2, 8, 16]
     stored = read_calibration(Path(result["file"]))
     curve = stored.curves[0]

@@ -74,9 +74,8 @@ def sentencepiece(template: str | None = None) -> PreTrainedTokenizerFast:
     words = ["\n", *["▁", "a", "▁a", "▁What", "▁is", "▁The", "▁answer", "▁42.", "42.", "▁Blue.", "[INST]", "▁[/INST]"]]
     vocabulary = {word: index for index, word in enumerate([*SPECIAL, "<unk>", *words])}
     model = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
-    model.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Metaspace(prepend_scheme="first"), pre_tokenizers.Split("\n", "isolated")]
-    )
+    opening = pre_tokenizers.Metaspace(prepend_scheme="first")
+    model.pre_tokenizer = pre_tokenizers.Sequence([opening, pre_tokenizers.Split("\n", "isolated")])
     model.decoder = decoders.Metaspace(prepend_scheme="first")
     model.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     model.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])

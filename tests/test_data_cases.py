@@ -200,9 +200,8 @@ def test_marks_are_known_where_bos_opens_each_turn_and_headers_where_a_text_begi
         assert tokenizer.decode(ids.completions[0]) == "3.<|im_end|>"
     assert [*encoder.notes] == ["texts carry the chat template's marks already: taken as they are, not rendered again"]
     encoder.encoded(Plain(question, ("3.",), ""))
-    assert [*encoder.notes][1:] == [
-        "rendered prompts do not end with '<|im_start|>assistant': their answers are learnt without it"
-    ]
+    note = "rendered prompts do not end with '<|im_start|>assistant': their answers are learnt without it"
+    assert [*encoder.notes][1:] == [note]
     with pytest.raises(Unusable, match="carries the chat template's marks already"):
         encoder.encoded(Plain("Shelf?<|im_end|>", ("3.",), ""))
 
@@ -241,16 +240,12 @@ def test_tables_hold_messages_and_labels_as_text(tmp_path) -> None:
 
 
 def test_a_stream_of_the_hub_says_what_a_file_says(tmp_path) -> None:
-    from pyarrow import Table, parquet
-
-    rows = [PAIR | {"prompt": f"<image> {i}?", "documents": ["a"]} for i in range(8)]
-    parquet.write_table(Table.from_pylist(rows), tmp_path / "train.parquet", row_group_size=4)
+    write(tmp_path / "train.parquet", [PAIR | {"prompt": f"<image> {i}?", "documents": ["a"]} for i in range(8)])
     said, vocabulary = dict[bool, list[str]](), Vocabulary(context=16)
     for streaming in (True, False):
         settings = DataSettings(train=f"hf://{tmp_path}", cache_dir=str(tmp_path / f"{streaming}"), streaming=streaming)
-        open_training(
-            settings, "preference", wrapped(), tell=said.setdefault(streaming, []).append, vocabulary=vocabulary
-        )
+        tell = said.setdefault(streaming, []).append
+        open_training(settings, "preference", wrapped(), tell=tell, vocabulary=vocabulary)
     assert said[True][1:] == said[False][1:] and len(said[True]) == 4
 
 

@@ -258,9 +258,8 @@ def test_every_form_carries_the_template_and_the_end_of_turn_that_were_trained(
         assert "chat template is that of training" in cards[form]
     assert "    mlx-lm has it as it was trained by: python -m lib.export RUN --to fused" in cards["mlx"]
     assert "    mlx_lm.generate --model FOLDER --prompt ..." in cards["fused"]
-    generation, stored = (
-        json.loads((folder / "fused" / f"{name}_config.json").read_text()) for name in ("generation", "tokenizer")
-    )
+    files = [folder / f"fused/{name}_config.json" for name in ("generation", "tokenizer")]
+    generation, stored = (json.loads(file.read_text()) for file in files)
     assert end in generation["eos_token_id"] and stored["eos_token"] == "<|im_end|>"
     messages = [{"role": "user", "content": "Hi"}]
     text = load(folder / "fused").apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

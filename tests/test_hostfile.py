@@ -24,10 +24,8 @@ def test_every_form_gives_the_same_hosts() -> None:
 
 
 def test_mlx_own_file_keeps_addresses_devices_backend_and_variables() -> None:
-    entries = [
-        {"ssh": "a", "ips": ["10.0.0.1", "10.0.1.1"], "rdma": [None, "rdma_en5"]},
-        {"ssh": "b", "ips": [], "rdma": ["rdma_en5", None]},
-    ]
+    entries = [{"ssh": "a", "ips": ["10.0.0.1", "10.0.1.1"], "rdma": [None, "rdma_en5"]}]
+    entries.append({"ssh": "b", "ips": [], "rdma": ["rdma_en5", None]})
     file = {"backend": "jaccl", "envs": ["MLX_METAL_FAST_SYNCH=1", "NCCL_IB_HCA=b=c d"], "hosts": entries}
     found = parse(json.dumps(file), "here")
     assert found.hosts[0] == Host("a", 1, ("10.0.0.1", "10.0.1.1"), (None, "rdma_en5"))

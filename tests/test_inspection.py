@@ -32,8 +32,7 @@ def test_everything_is_counted_once(file: Path, tmp_path, capsys) -> None:
     tokenizer = byte_level(CORPUS)
     tokenizer.save_pretrained(tmp_path / "model")
     tiny.model_folder(tmp_path / "model", vocab_size=len(tokenizer))
-    words = [str(file), f"data.cache_dir={tmp_path}/cache"]
-    words += ["--model", str(tmp_path / "model"), "data.max_length=64"]
+    words = [str(file), f"data.cache_dir={tmp_path}/cache", "--model", str(tmp_path / "model"), "data.max_length=64"]
     assert main(["--inspect", *words]) == 0
     said = capsys.readouterr().out
     table = dict(re.findall(r"^([a-z ]+?)  +(.+?) *$", said, re.MULTILINE))
@@ -46,10 +45,8 @@ def test_everything_is_counted_once(file: Path, tmp_path, capsys) -> None:
 
 
 def test_it_needs_no_model_and_faults_are_one_line(file: Path, tmp_path) -> None:
-    command = [sys.executable, "-m", "lib.data", "--inspect"]
-    done = subprocess.run(
-        [*command, str(file), f"data.cache_dir={tmp_path}/cache"], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "lib.data", "--inspect", f"data.cache_dir={tmp_path}/cache"]
+    done = subprocess.run([*command, str(file)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "lengths in token ids or characters" in done.stdout
     done = subprocess.run([*command, str(file) + "x"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "did you mean" in done.stderr

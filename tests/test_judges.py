@@ -125,12 +125,10 @@ def test_a_judge_that_fails_on_every_answer_ends_the_round(functions: None) -> N
 def test_a_regular_expression_is_the_answer() -> None:
     judge = scorer_of(settings("regex"))
     assert judge([asked("it is 42.", "it is 4", answer=r"\b42\b")]) == [[1.0, 0.0]]
-    with pytest.raises(
-        UserError, match="evaluate.judge=regex: q.jsonl:1: ValueError: 'answer' is no regular expression"
-    ):
-        judge([asked("a", answer="(")])
-    with pytest.raises(UserError, match=r"no 'answer' to check completions by \(columns: prompt\)"):
-        judge([asked("a")])
+    wrong = "evaluate.judge=regex: q.jsonl:1: ValueError: 'answer' is no regular expression"
+    for record, why in (({"answer": "("}, wrong), ({}, r"no 'answer' to check completions by \(columns: prompt\)")):
+        with pytest.raises(UserError, match=why):
+            judge([asked("a", **record)])
 
 
 def test_a_pattern_without_end_is_ended() -> None:
@@ -142,9 +140,8 @@ def test_a_pattern_without_end_is_ended() -> None:
 def save_classifier(folder: Path, labels: int = 1) -> np.ndarray:
     """The quickstart's model as a sequence classifier; returns its head, float32 [labels, hidden]."""
     model = ROOT / "configs/quickstart/model"
-    for file in model.iterdir():
-        if file.suffix == ".json":
-            (folder / file.name).write_bytes(file.read_bytes())
+    for file in model.glob("*.json"):
+        (folder / file.name).write_bytes(file.read_bytes())
     config = json.loads((model / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]}))
     head = np.random.default_rng(0).normal(size=(labels, config["hidden_size"])).astype(np.float32)

@@ -52,12 +52,10 @@ def test_a_ring_has_an_address_for_every_rank() -> None:
 
 def test_a_resumed_run_keeps_its_settings_and_plans_again_for_another_world() -> None:
     typed = ("train.py", "--config", "x.yaml", "train.beta=0.2", "run.name=a", "plan.shares=[1,2]")
-    assert job.resume_command(typed, "runs/a", same_world=True) == (
-        *("train.py", "--resume", "runs/a", "train.beta=0.2", "plan.shares=[1,2]"),
-    )
-    assert job.resume_command(typed, "runs/a", same_world=False) == (
-        *("train.py", "--resume", "runs/a", "train.beta=0.2", "plan.shares=null", "plan.micro_batch_sizes=null"),
-    )
+    common = ("train.py", "--resume", "runs/a", "train.beta=0.2")
+    assert job.resume_command(typed, "runs/a", same_world=True) == (*common, "plan.shares=[1,2]")
+    anew = ("plan.shares=null", "plan.micro_batch_sizes=null")
+    assert job.resume_command(typed, "runs/a", same_world=False) == (*common, *anew)
 
 
 def test_a_path_in_the_home_is_copied_to_the_other_hosts_home(tmp_path, monkeypatch) -> None:

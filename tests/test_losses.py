@@ -272,9 +272,8 @@ def test_metrics_are_sums_that_ranks_can_add() -> None:
         "kl": sum(((p[2] - p[0]) + (p[3] - p[1])) / 2 for p in pairs),
     }
     assert whole.keys() == expected.keys()
-    limit = roundoff(OPERATIONS) * sum(
-        sum(map(abs, p[:4])) for p in pairs
-    )  # the log-probabilities that all are made of
+    # The log-probabilities that all are made of.
+    limit = roundoff(OPERATIONS) * sum(sum(map(abs, p[:4])) for p in pairs)
     for key, value in expected.items():
         assert whole[key].item() == pytest.approx(value, rel=0, abs=limit), key
         assert (first[key] + rest[key]).item() == pytest.approx(value, rel=0, abs=limit), key

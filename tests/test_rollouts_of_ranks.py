@@ -77,7 +77,9 @@ def test_ranks_that_hold_parts_of_the_model_draw_what_one_draws(alone: Alone, wo
         names = [(one["prompt_id"], one["k"], prompts[one["prompt_id"]]) for one in known]
         samples = [Sample(*name, *(one[key] for key in figures), "") for name, one in zip(names, known, strict=True)]
         assert samples
-        expected, limits = rounding.expected_and_limits(
-            model, lambda: [{str(i): logps_of(model, sample, 1.5) for i, sample in enumerate(samples)}]
-        )
-        rounding.assert_within([{str(i): np.array(one.logps) for i, one in enumerate(samples)}], expected, limits)
+
+        def of_model() -> list[rounding.Results]:
+            return [{str(i): logps_of(model, sample, 1.5) for i, sample in enumerate(samples)}]
+
+        found = [{str(i): np.array(one.logps) for i, one in enumerate(samples)}]
+        rounding.assert_within(found, *rounding.expected_and_limits(model, of_model))

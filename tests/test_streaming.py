@@ -1,6 +1,5 @@
 """Data that is never in memory as a whole: the same rows as in memory, each once, whatever happens to files and ranks."""
 
-import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -274,4 +273,4 @@ def test_sources_of_every_kind_are_found_in_one_order(tmp_path) -> None:
     assert found == ["a/1.jsonl.gz", "a/2.parquet", "b.jsonl"]
     assert sources.files_of(str(tmp_path / "*.jsonl"), "-") == [tmp_path / "b.jsonl"]
     assert sources.files_of(str(tmp_path / "a" / "2.parquet"), "-") == [tmp_path / "a" / "2.parquet"]
-    assert list(itertools.chain(sources.weights_of("x"), sources.weights_of({"y": 2}))) == ["x", "y"]
+    assert [*sources.weights_of("x"), *sources.weights_of({"y": 2})] == ["x", "y"]

@@ -16,9 +16,10 @@ from rich.cells import cell_len
 from lib.report.console import ProgressLine, RunConsole
 from lib.system import records, terminal
 from lib.system.records import PerformanceTracker, read_records
+from tests.tiny import config_file, settings, train
 from tests.tiny import records as records_of
-from tests.tiny import settings, train
 
+WARNED = {"train.learning_rate_batch_size": 16}
 CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 COLOURS = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|38|4[0-7]|48|9[0-7])[;m]")
 
@@ -55,7 +56,7 @@ def at_terminal(monkeypatch: pytest.MonkeyPatch, words: list[str], columns: int,
 
 def test_a_run_fits_its_terminal(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)  # a path longer than a line is left whole
-    words = [*settings(Path()), "--config", str(config(tmp_path)), "train.steps=6", "run.name=fits"]
+    words = [*settings(Path(), **WARNED), "--config", str(config_file(tmp_path)), "train.steps=6", "run.name=fits"]
     raw = at_terminal(monkeypatch, words, 80)
     assert COLOURS.search(raw) and "━" in raw
     lines = [line.rstrip(" ") for line in re.split(r"[\r\n]+", CODES.sub("", raw))]
@@ -69,22 +70,15 @@ def test_a_run_fits_its_terminal(monkeypatch, tmp_path) -> None:
 
 
 def test_without_colours_and_where_nothing_can_be_drawn_over(monkeypatch, tmp_path) -> None:
-    words = [*settings(tmp_path), "--config", str(config(tmp_path)), "--dry-run"]
+    words = [*settings(tmp_path, **WARNED), "--config", str(config_file(tmp_path)), "--dry-run"]
     assert not COLOURS.search(at_terminal(monkeypatch, [*words, "train.global_batch_size=4"], 80, NO_COLOR="1"))
     dumb = at_terminal(monkeypatch, [*words[:-1], "train.steps=2", "run.name=dumb"], 80, TERM="dumb")
     assert not CODES.search(dumb) and "\r" not in dumb.replace("\r\n", "") and "\nstep     1/2  loss" in dumb
 
 
-def config(folder: Path) -> Path:
-    path = folder / "test.yaml"
-    path.write_text("model: {path: overruled}\ndata: {train: overruled}\ntrain: {learning_rate_batch_size: 16}\n")
-    return path
-
-
 def test_a_file_gets_plain_lines_and_the_log_the_warnings(monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    words = [*settings(tmp_path), "--config", str(config(tmp_path)), "train.steps=6", "run.name=plain"]
-    out = train(tmp_path, words).stdout
+    out = train(tmp_path, settings(tmp_path, **WARNED, train__steps=6, run__name="plain")).stdout
     lines = out.splitlines()
     assert "\x1b" not in out and "\r" not in out and not any(line != line.rstrip() for line in lines)
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/6", "6/6"]

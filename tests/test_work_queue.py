@@ -2,7 +2,7 @@
 
 import json
 import resource
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -22,11 +22,9 @@ def test_all_ranks_together_do_each_item_once(tmp_path) -> None:
     out = tmp_path / "out.jsonl"
     queue = ServedQueue(Journal(out, "a", 40))
     remotes = [remote(queue, rank) for rank in (1, 2)]
-    threads = [threading.Thread(target=work, args=(one, lambda item: [f"row {item}"])) for one in (queue, *remotes)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(work, one, lambda item: [f"row {item}"]) for one in (queue, *remotes)]:
+            done.result(30)
     for one in remotes:
         one.close(1)
     assert sum(queue.finished_by.values()) == 40

@@ -23,14 +23,10 @@ def unequal(world: World) -> list[int]:
     return [9 - world.size, *[1] * (world.size - 1)]
 
 
-@pytest.mark.parametrize(
-    ("place", "what"),
-    [
-        ("data.train", "tokenised training data"),
-        ("data.valid", "held-out data or questions"),
-        ("model.reference", "reference model"),
-    ],
-)
+READ = {"data.train": "tokenised training data", "data.valid": "held-out data or questions"}
+
+
+@pytest.mark.parametrize(("place", "what"), [*READ.items(), ("model.reference", "reference model")])
 def test_ranks_with_other_files_than_rank_0_stop_together(world, folder, place: str, what: str) -> None:
     """Else their figures would be mixed, or, where there are more of them, be cut off."""
     words = settings(world, folder)
@@ -90,8 +86,7 @@ def test_broadcast_keeps_every_bit_of_every_type(world) -> None:
 
 def test_text_is_gathered_and_broadcast(world) -> None:
     assert world.gather_text(f"rank {world.rank} ü") == [f"rank {rank} ü" for rank in range(world.size)]
-    long = "x" * 5000 if world.rank == 0 else ""
-    assert world.broadcast_text(long) == "x" * 5000
+    assert world.broadcast_text("x" * 5000 * (world.rank == 0)) == "x" * 5000
 
 
 def test_all_ranks_leave_with_the_error_of_one(world) -> None:
@@ -125,8 +120,7 @@ def test_logs_of_other_disks_come_to_rank_0_and_those_of_the_same_disk_do_not(wo
         world.broadcast_text("written")  # nobody looks before all are done
     here, last = folder / "here" / "logs", world.size - 1
     copies = [path.relative_to(here).as_posix() for path in here.rglob("*.jsonl")]
-    assert sorted(copies) == sorted(
-        [*(f"rank-{r:03d}.jsonl" for r in range(last)), f"host-{last}/rank-{last:03d}.jsonl"]
-    )
+    of_last = f"host-{last}/rank-{last:03d}.jsonl"
+    assert sorted(copies) == [of_last, *(f"rank-{r:03d}.jsonl" for r in range(last))]
     own = folder / "there" / "logs" / f"rank-{last:03d}.jsonl"
     assert (here / f"host-{last}" / own.name).read_bytes() == own.read_bytes()
