@@ -26,14 +26,9 @@ from tests import chat_models, exported, tiny
 
 PEFT = Path(__file__).parent / "peft"
 DORA = {"model.method": "dora"}
-PATTERNS = {
-    "model.alpha": 6,
-    "model.rank": 4,
-    "model.rank_pattern": '{"o_proj": 2, "layers.1.*": 3}',
-    "model.alpha_pattern": "{down_proj: 5}",
-    "model.blocks": "[0-1]",
-    "model.adapt_embeddings": "true",
-}
+MIXTRAL = {"model.keys": "[self_attn.q_proj,block_sparse_moe.switch_mlp.up_proj]"}
+PATTERNS = {"model.rank": 4, "model.rank_pattern": '{"o_proj": 2, "layers.1.*": 3}', "model.blocks": "[0-1]"}
+PATTERNS |= {"model.alpha": 6, "model.alpha_pattern": "{down_proj: 5}", "model.adapt_embeddings": "true"}
 # Family, the base's options, the run's settings.
 RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama, last block": ("llama", {}, {"model.blocks": 1, "model.scale": 0.7}),
@@ -43,11 +38,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3, tied embeddings": ("qwen3-tied", {}, {"model.adapt_embeddings": "true"}),
     "gemma3, 4-bit": ("gemma3_text", {"bits": 4}, {}),
     "qwen3_moe": ("qwen3_moe", {}, {}),
-    "mixtral, as converted": (
-        "mixtral",
-        {"as_converted": True},
-        {"model.keys": "[self_attn.q_proj,block_sparse_moe.switch_mlp.up_proj]"},
-    ),
+    "mixtral, as converted": ("mixtral", {"as_converted": True}, MIXTRAL),
 }
 
 

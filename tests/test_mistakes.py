@@ -75,10 +75,7 @@ FILES: dict[str, str | bytes] = {
     "run.empty/logs/readme": "",
     "there.png": "",
 }
-WORKS: dict[str, bytes] = {
-    "no-end.jsonl": (PAIR * 8).rstrip().encode(),
-    "with blank ü.jsonl": PAIR.encode() * 8,
-}
+WORKS = {"no-end.jsonl": (PAIR * 8).rstrip().encode(), "with blank ü.jsonl": PAIR.encode() * 8}
 # Program and words ({d}: the folder of the files above), and what the line says.
 MISTAKES: list[tuple[str, str, str]] = [
     # Words

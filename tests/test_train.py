@@ -443,9 +443,9 @@ def test_a_fault_of_ours_on_one_rank_ends_all(tmp_path) -> None:
         f"sys.path[0] = {str(ROOT)!r}\n"
         "from lib.system import mpi_and_blas\n"
         "mpi_and_blas.prepare()\n"
-        "from lib.training import update\n"
+        "from lib.training import loop\n"
         "if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
-        "    update.learning_rate = lambda *_: 1 / 0\n"
+        "    loop.learning_rate = lambda *_: 1 / 0\n"
         f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
     )
     words = [*tiny.settings(tmp_path), "--config", str(tiny.config_file(tmp_path))]
