@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ def pair(i: int, chosen: str = "The answer is 42.", rejected: str = "Blue.") -> 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    rows = [pair(i) for i in range(40)]
+    rows: list[dict[str, Any]] = [pair(i) | {"documents": ["a"]} for i in range(40)]
     rows += [pair(3), pair(4)]  # twice there
     rows.append({**pair(5), "chosen": pair(5)["rejected"], "rejected": pair(5)["chosen"]})  # the other way round
     rows.append(pair(50, chosen="word " * 30))  # cut
@@ -40,6 +41,7 @@ def test_everything_is_counted_once(file: Path, tmp_path, capsys) -> None:
     assert table["duplicates"].startswith("2 ")
     assert table["trained"] == "44, 1 cut to data.max_length=64 tokens"
     assert f"{file}:46: empty completion: 'rejected' is blank" in said and f"{file}:45: the prompt alone has" in said
+    assert "columns that nothing reads: documents; data.ignore=[documents] says that this is meant" in said
     assert table["contradictions"].startswith("1 pairs are there the other way round")
     assert "chosen: What is 0 + 30?⟦The answer is 42. 0</s>⟧" in said
 

@@ -25,7 +25,7 @@ from lib.data.chat import OPENED_THINKING, SENTINEL
 from lib.data.dataset import Example, Tokenisation
 from lib.data.record_formats import RecordKind
 from lib.data.sources import Records
-from lib.data.streaming import open_training
+from lib.data.streaming import open_training, tell_unread
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import Tokenizer, Vocabulary, load_tokenizer_of, vocabulary
 from lib.errors import UserError
@@ -155,6 +155,8 @@ def inspect(
     say.facts(title, [*facts.items(), ("unusable", f"{count:,}")])
     for text in unusable[:NAMED]:
         say.line(f"  {text}", "magenta")
+    tell_unread((name for index in records.indices for name in index.unread), say.line)
+    tokenisation.tell_notes(say.line)
     marks = np.percentile([*pieces.T, pieces[:, 0] + pieces[:, 1:].max(axis=1)], PERCENTILES, axis=1).astype(int).T
     lines = [[name, *map("{:,}".format, of_name)] for name, of_name in zip([*names, "whole"], marks, strict=True)]
     say.table(f"lengths in {unit}, by percentile", ["", *map("{} %".format, PERCENTILES)], lines)

@@ -53,7 +53,7 @@ def open_training(
             return _told(StreamedDataset(train, groups, np.arange(len(groups)), tokenisation), tokenisation, tell)
         tell(f"{train}: the whole set is fetched first; only pairs and answers in parquet stream from the hub")
     records, rows = sources.open_sources(train, settings, kind, False if settings.holdout else None, tell)
-    _tell_unread((name for index in records.indices for name in index.unread), tell)
+    tell_unread((name for index in records.indices for name in index.unread), tell)
     name, streams = " + ".join(sources.weights_of(train)), settings.streaming
     if streams is None:
         streams = sum(index.stamp[0] for index in records.indices) >= sources.STREAMED_BYTES
@@ -74,7 +74,8 @@ def open_training(
     return _told(data, tokenisation, tell)
 
 
-def _tell_unread(names: Iterable[str], tell: Tell) -> None:
+def tell_unread(names: Iterable[str], tell: Tell) -> None:
+    """Names the columns that nothing reads, where there are any."""
     if unread := ", ".join(dict.fromkeys(names)):
         tell(f"columns that nothing reads: {unread}; data.ignore=[{unread}] says that this is meant")
 
@@ -137,7 +138,7 @@ class RowGroups:
         self._read = functools.lru_cache(maxsize=4)(self._read_group)
         tell(f"{source}: {len(self):,} rows in {len(self._groups):,} row groups, fetched one after the other")
         columns, record = Columns.of(settings), self[0]
-        _tell_unread([] if isinstance(record, Unusable) else unread_columns(record, columns, kind), tell)
+        tell_unread([] if isinstance(record, Unusable) else unread_columns(record, columns, kind), tell)
         first = rows_of(record, columns, kind)[0]
         self.formats = "parquet" if isinstance(first, Unusable) else first.columns
 
