@@ -54,8 +54,6 @@ def test_a_word_of_a_string_is_its_text(text: str, expected: str | None) -> None
 
 def test_a_word_of_a_mapping_may_stand_for_a_string() -> None:
     assert load("data.train={a.jsonl: 2, '#b': 1}").data.train == {"a.jsonl": 2, "#b": 1}
-    assert load("data.train=[a.jsonl, b/]").data.train == {"a.jsonl": 1, "b/": 1}
-    assert load("data.train=[ab].jsonl").data.train == "[ab].jsonl"
     assert load("data.train=[a]").data.train == "[a]"
     assert load("data.train=/data/part 1: chats.jsonl").data.train == "/data/part 1: chats.jsonl"
 

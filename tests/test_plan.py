@@ -223,7 +223,7 @@ def test_auto_divides_a_model_that_one_host_cannot_hold() -> None:
     for hosts, words, remedy in (
         (["a", "b"], ["strategy=synchronous"], "try strategy=auto without plan.shares, which divides the model"),
         (["b"], ["model.method=full"], "a smaller data.max_length, model.method=lora, more machines"),
-        (["b"], ["plan.memory_limit_gb=18"], "try a larger plan.memory_limit_gb, .*, a quantised model, more machines"),
+        (["b"], [], "try a smaller data.max_length, a quantised model, more machines"),
     ):
         with pytest.raises(UserError, match=f"host b: one pair needs 20.00 GB, .* headroom; .*{remedy}$"):
             planned([host(name, {"a": 128, "b": 18}[name]) for name in hosts], *words, shape=SHAPE)

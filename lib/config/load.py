@@ -200,11 +200,9 @@ def _parsed(text: str) -> tuple[Any, Any]:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """A word's value as YAML reads it; of a string the text as it is, but for null, quotes, a mapping and a list."""
+    """A word's value as YAML reads it; of a string the text as it is, but for null, quotes around it, and a mapping."""
     annotation = setting_types()[key]
-    is_mapping = re.match(r"\{|\[.*,.*\]$", text) and any(
-        typing.get_origin(part) is dict for part in type_parts(annotation)
-    )
+    is_mapping = text.startswith("{") and any(typing.get_origin(part) is dict for part in type_parts(annotation))
     wants_text = accepts(annotation, str) and not is_mapping
     if wants_text and text[0] not in "'\"":
         return None if text.strip() in ("null", "~") else text

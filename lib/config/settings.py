@@ -148,7 +148,7 @@ class DataSettings(Section):
 
     train: str | dict[str, PositiveFloat]
     """Training records: a file (.jsonl, .csv, .parquet ...), a folder or glob, or hf://OWNER/NAME?split=train; or
-    several, [a.jsonl, b.jsonl], or with weights, {a.jsonl: 2, b.jsonl: 0.5}: how often an epoch takes each row."""
+    several with weights, {a.jsonl: 2, b.jsonl: 0.5}: how often an epoch takes each row."""
     valid: str | None = None
     """Held-out records: a file, a folder or glob, or hf://OWNER/NAME?split=validation."""
     holdout: Annotated[Fraction, Field(le=0.5)] = 0.0
@@ -184,12 +184,6 @@ class DataSettings(Section):
     """Lengths the model sees are padded to a multiple of this; by default 64 on a GPU and 16 on a CPU."""
     shared_prompts: bool = True
     """Run a prompt once for all its completions, and no padding, where the model's family allows it exactly."""
-
-    @field_validator("train", mode="before")
-    @classmethod
-    def _weigh_alike(cls, value: Any) -> Any:
-        is_list = isinstance(value, list) and value and all(isinstance(each, str) for each in value)
-        return dict.fromkeys(value, 1.0) if is_list else value
 
     def column(self, name: Column) -> str:
         """What a column is called in the records."""

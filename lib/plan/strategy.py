@@ -66,13 +66,11 @@ def plan(facts: PlanFacts) -> ClusterPlan:
 
 def _less_memory(facts: PlanFacts) -> str:
     """What a user can do about a pair that a host cannot hold, in words."""
-    settings, several = facts.settings, len(facts.hosts) > 1
-    model, limit = settings.model, settings.plan.memory_limit_gb is not None
-    ways = ["a larger plan.memory_limit_gb"] * limit + ["a smaller data.max_length"]
-    ways += ["model.method=lora"] * (model.method == "full") + ["model.dropout=0"] * bool(model.dropout)
-    ways += ["a quantised model"] * (model.method != "full") + [f"more machines{', or without this host' * several}"]
-    may_divide = several and any(map(facts.can_divide, DIVIDED))
-    return "strategy=auto without plan.shares, which divides the model" if may_divide else ", ".join(ways)
+    several, method = len(facts.hosts) > 1, facts.settings.model.method
+    if several and any(map(facts.can_divide, DIVIDED)):
+        return "strategy=auto without plan.shares, which divides the model"
+    way = "model.method=lora" if method == "full" else "a quantised model"
+    return f"a smaller data.max_length, {way}, more machines{', or without this host' * several}"
 
 
 # ---- The whole model on every host
