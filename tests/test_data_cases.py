@@ -206,6 +206,17 @@ def test_marks_are_known_where_bos_opens_each_turn_and_headers_where_a_text_begi
         encoder.encoded(Plain("Shelf?<|im_end|>", ("3.",), ""))
 
 
+@pytest.mark.parametrize("name", ["GLM-4.7-Flash", "Qwen-Qwen3-0.6B", "Qwen3.5-4B", "deepseek-ai-DeepSeek-V3.1", NEMO])
+@pytest.mark.parametrize("thinks", [True, False])
+def test_rendered_prompts_of_templates_that_think_are_taken_as_they_are(name: str, thinks: bool) -> None:
+    tokenizer = wrapped(name)
+    options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": thinks}
+    prompt = str(tokenizer.apply_chat_template([USER], **options))
+    encoder = Encoder(tokenizer, DataSettings(train="-"), None)
+    assert tokenizer.decode(encoder.encoded(Plain(prompt, ("3.",), "")).prompt) == prompt
+    assert [*encoder.notes] == ["texts carry the chat template's marks already: taken as they are, not rendered again"]
+
+
 @pytest.mark.parametrize(
     ("prompt", "answer", "note"),
     [

@@ -275,18 +275,25 @@ class ChatTemplate:
         """What the template writes behind a prompt for its answer: <|im_start|>assistant, ASSISTANT: and the like."""
         question: list[Message] = [{"role": "user", "content": SENTINEL}]
         asked, told = (self.text_of(question, is_prompt) if self.is_used else "" for is_prompt in (True, False))
-        return EMPTY_THINKING.sub("", asked[len(told) :] if asked.startswith(told) else "").strip()
+        header = EMPTY_THINKING.sub("", asked[len(told) :] if asked.startswith(told) else "").strip()
+        return OPENED_THINKING.sub("", header).rstrip()
 
     def first_mark(self, text: str) -> str:
         """The mark of a turn, of this template or another, that a text begins with, behind BOS; "" without one."""
         bos = getattr(self.tokenizer, "bos_token", None) or ""
+        lead = re.split(TURN_MARKS, self.turns, maxsplit=1)[0]  # of GLM [gMASK]<sop>
         text = text.lstrip() if self.turns.count(bos) > 1 else text.lstrip().removeprefix(bos)  # SmolLM2's opens turns
-        mark = TURN_MARKS.match(text.removeprefix("<s>").lstrip())
+        mark = TURN_MARKS.match(text.removeprefix("<s>").removeprefix(lead).lstrip())
         return mark[0] if mark else ""
 
     def is_rendered(self, text: str) -> bool:
         """Whether a text is one of the template's already: it begins with a mark of it, or ends with a header."""
-        return self.first_mark(text) in self.marks or bool(self.header and text.rstrip().endswith(self.header))
+        return self.first_mark(text) in self.marks or self.ends_with_header(text)
+
+    def ends_with_header(self, text: str) -> bool:
+        """Whether a text ends as a prompt does: with the header of an answer, and perhaps a block of thinking."""
+        bare = OPENED_THINKING.sub("", EMPTY_THINKING.sub("", text[-200:]).rstrip()).rstrip()
+        return bool(self.header) and bare.endswith(self.header)
 
     # ---- Where things are in a rendering
 

@@ -251,7 +251,7 @@ class Encoder:
         header, prompt, answers = self.template.header, example.prompt or "", example.completions
         if prompt and answers and all(answer.startswith(prompt) for answer in answers):
             return replace(example, completions=tuple(answer.removeprefix(prompt) for answer in answers))
-        if not (header and prompt and answers) or header in prompt[-len(header) - 12 :]:
+        if not (header and prompt and answers) or self.template.ends_with_header(prompt):
             return example
         begin = re.match(rf"\s*{re.escape(header)}\n*", answers[0])
         if begin is None or not all(answer.startswith(begin[0]) for answer in answers):
