@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck
@@ -18,9 +17,6 @@ from hypothesis import settings as hypothesis_settings
 
 from lib.system import mpi_and_blas
 from tests.cluster import Host, Unavailable, cluster
-
-if TYPE_CHECKING:
-    from lib.distributed.world import World
 
 # Tests start hundreds of Python processes, each of which would compile all of lib/ where this is set, as in containers.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) is not None:
@@ -126,7 +122,7 @@ def three_hosts() -> Iterator[list[Host]]:
 
 
 @pytest.fixture(scope="module")
-def world() -> "World":
+def world():
     """The ranks that run this test: one, or those of `mpirun -n N pytest`."""
     from lib.distributed.world import start
 
@@ -134,6 +130,6 @@ def world() -> "World":
 
 
 @pytest.fixture
-def folder(world: "World", tmp_path: Path) -> Path:
+def folder(world, tmp_path):
     """One folder for all ranks."""
     return Path(world.broadcast_text(str(tmp_path)))

@@ -92,7 +92,7 @@ def test_plan_is_pure() -> None:
 BUDGET = {
     "lines": 29_918,  # of lib/, train.py and launch: 20,000
     "nodes": 286_952,  # of their syntax trees: 160,000
-    "tests": 18_004,  # lines: 18,000
+    "tests": 18_000,  # lines: 18,000
     "benchmarks": 4_000,  # lines: 4,000
     "benchmark files": 19,  # 20
     "words": 16_000,  # of docs/: 16,000

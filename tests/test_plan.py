@@ -279,10 +279,11 @@ def test_what_a_run_will_take() -> None:
     host = RankHost("a", None, "NVIDIA H200", "cuda", published["h200"].gflops, 140 * GB)
     plan = planned([host], memory=MEMORY, published=list(published.values()))
     assert plan.basis.step_seconds == pytest.approx(32 / 10.9, rel=0.25) and memory_text(plan).endswith("of 140 GB")
-    small = replace(SHAPE, hidden_size=64, mlp_columns=64, vocabulary=100)
-    plan = planned([host], memory=replace(MEMORY, shape=small), published=list(published.values()))
-    least = (plan.basis.step_seconds or 0.0) / -(-32 // max(plan.ranks[0].micro_batch_sizes)) / SHAPE.blocks
-    assert least == pytest.approx(0.004, rel=1e-3), "a GPU's host starts a block's kernels one after another"
+    small = replace(MEMORY, shape=replace(SHAPE, hidden_size=64, mlp_columns=64, vocabulary=100))
+    least = planned([host], memory=small, published=list(published.values())).basis.step_seconds
+    assert least == pytest.approx(4 * 0.004 * SHAPE.blocks, rel=1e-3), (
+        "four micro-batches, in which kernels start in turn"
+    )
     hosts = hosts_of([14, 14], [1e4, 1e4], "metal")
     assert memory_text(planned(hosts, shape=SHAPE, memory=MEMORY)).endswith("of 14 GB")
 
