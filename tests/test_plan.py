@@ -281,9 +281,7 @@ def test_what_a_run_will_take() -> None:
     assert plan.basis.step_seconds == pytest.approx(32 / 10.9, rel=0.25) and memory_text(plan).endswith("of 140 GB")
     small = replace(MEMORY, shape=replace(SHAPE, hidden_size=64, mlp_columns=64, vocabulary=100))
     least = planned([host], memory=small, published=list(published.values())).basis.step_seconds
-    assert least == pytest.approx(4 * 0.004 * SHAPE.blocks, rel=1e-3), (
-        "four micro-batches, in which kernels start in turn"
-    )
+    assert least == pytest.approx(4 * 0.004 * SHAPE.blocks, rel=1e-3), "of micro-batches of 8 rows"
     hosts = hosts_of([14, 14], [1e4, 1e4], "metal")
     assert memory_text(planned(hosts, shape=SHAPE, memory=MEMORY)).endswith("of 14 GB")
 

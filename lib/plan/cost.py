@@ -11,7 +11,7 @@ from lib.plan.facts import BACKWARD
 from lib.plan.plan import ClusterPlan
 from lib.system.hardware import Device
 
-START_SECONDS: dict[Device, float] = {"cpu": 9.0, "metal": 8.0, "cuda": 20.0}  # imports, data, weights, first kernels
+START_SECONDS: dict[Device, float] = {"cpu": 5.0, "metal": 8.0, "cuda": 20.0}  # imports, data, weights, first kernels
 TOKEN_SECONDS: dict[Device, float] = {"cpu": 0.004, "metal": 0.01, "cuda": 0.01}  # of a batch of answers, at least
 
 
