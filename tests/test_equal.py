@@ -15,7 +15,7 @@ from lib.distributed.world import World
 from lib.errors import Stopped, UserError
 from lib.model import adapter_files, adapters, partition, pipeline_stage, tensor_parallel
 from lib.model import load as models
-from lib.training import checkpoint
+from lib.training import checkpoint, divided_world
 from tests import rounding, tiny
 from tests.ranks import settings, train, two
 from tests.test_groups import records as groups
@@ -50,6 +50,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         + ("train.reference_sync_steps=2",),
         ALL,
     ),
+    "rank 0 compiled": ((), ("stages",)),  # as a GPU beside a CPU
     "muon, compiled": ((*FULL, "train.optimizer=muon", "train.compile=true"), ("replicas", "stages")),
 }
 ON_THREE = ("DPO", "SFT of all weights", "GRPO")
@@ -65,7 +66,7 @@ def words_of(world: World, folder: Path, **changes: Any) -> list[str]:
 @pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in ON_THREE else two) for case in CASES])
 @pytest.mark.long("BCO", "muon, compiled", "DoRA, ORPO")
 @pytest.mark.long("DPO", "GRPO", ranks=3)
-def test_ranks_train_to_the_weights_of_one(world, folder, case: str) -> None:
+def test_ranks_train_to_the_weights_of_one(world, folder, monkeypatch, case: str) -> None:
     """21 rows in batches of 8: an epoch's last batch is ragged, and a rank of three may get nothing of it."""
     words, ways = CASES[case]
     common = [*words_of(world, folder), "train.steps=3", "checkpoint.final=last", *words]
@@ -73,9 +74,9 @@ def test_ranks_train_to_the_weights_of_one(world, folder, case: str) -> None:
     common += [f"data.train={folder}/groups.jsonl"] if case == "GRPO" else []
     alone = rounding.trained_alone(world, common)
     assert case != "KTO" or any(record["kl"] > 0 for record in steps_of(alone.run)), "no baseline but 0 was tried"
-    for way in ways:
-        if world.size not in WAYS[way]:
-            continue
+    if case == "rank 0 compiled":
+        monkeypatch.setattr(divided_world, "compiles", lambda _: world.rank == 0)
+    for way in (way for way in ways if world.size in WAYS[way]):
         own = WAYS[way][world.size]
         vocabulary = ["model.shard_vocabulary=true"] * (way == "parts" and case in VOCABULARY_DIVIDED)
         run = train(world, folder, [*common, *own, *vocabulary], way)

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from lib.data.batch import MicroBatch, MicroBatches
-from lib.data.batch_shapes import RunShapes, lengths_and_cost
+from lib.data.batch_shapes import RunShapes, TraceCost, lengths_and_cost
 from lib.data.order import Position, advance, assign_micro_batches, epoch_order, global_batch, micro_batches, prefetch
 from lib.distributed import heartbeat
 from lib.distributed.world import World
@@ -54,9 +54,12 @@ class Batches:
         # Unlike devices pad unlike, but all ranks assign the same rows.
         multiple = world.broadcast_value(layout.length_multiple)
         self.lengths, self.cost = lengths_and_cost(self.data, multiple, layout.shares_prompts)
-        padding, shapes = (layout.length_multiple, layout.shares_prompts), None
-        if is_compiled(config.train, world.workers):
-            shapes = RunShapes(self.data, config.train, config.data.max_length, *padding, trace_cost(run.model))
+        padding, shapes, cost = (layout.length_multiple, layout.shares_prompts), None, trace_cost(run.model)
+        # Ranks that share a model may have unlike devices and parts, but send each other batches of one shape.
+        own = mx.array([is_compiled(config.train, world.workers), cost.tokens, cost.least_tokens])
+        has_shapes, *tokens = world.workers.decide(own).tolist()
+        if has_shapes:
+            shapes = RunShapes(self.data, config.train, config.data.max_length, *padding, TraceCost(*tokens))
         self.make = MicroBatches(self.data, reference, *padding, shapes)
 
     def upcoming(self, run: TrainingRun) -> Iterator[StepBatch]:
