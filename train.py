@@ -56,16 +56,16 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
     from lib.evaluate.evaluator import Evaluator
     from lib.report import console, run_report
     from lib.rollouts import rounds
-    from lib.training import inputs, run_end, run_facts
+    from lib.training import run_end, run_inputs, trial
     from lib.training.loop import TrainingLoop
 
-    def trial(folder: str) -> None:
+    def three_steps(folder: str) -> None:
         train(settings.of_trial(config, folder), world, False, False)
 
-    tried = run_facts.trial_step_seconds(world, trial) if measure else None
+    tried = trial.step_seconds(world, three_steps) if measure else None
     launched, say = time.perf_counter(), console.RunConsole(world.rank, tried)
     if not resume:
-        config = config.model_copy(update={"model": inputs.with_compute_type(config.model, world, say.line)})
+        config = config.model_copy(update={"model": run_inputs.with_compute_type(config.model, world, say.line)})
     if (run := prepare(config, world, say, resume, dry_run)) is None:
         return
     with contextlib.closing(run):  # frees its folder, whatever ends it
@@ -105,7 +105,7 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
     from lib.evaluate import judges
     from lib.evaluate.evaluator import digest_of
     from lib.report import console, trackers
-    from lib.training import checkpoint, inputs, run, run_facts, trial
+    from lib.training import checkpoint, run, run_inputs, run_plan, trial
 
     # Data: every rank reads it, and all make sure that they read the same.
     folder = Path(config.run.dir) / str(config.run.name)
@@ -113,7 +113,7 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
         if not (resume or dry_run):
             checkpoint.require_free(folder)
         sinks = trackers.Trackers(config.run.sinks if world.rank == 0 else (), folder)
-        read = inputs.read_inputs(config, say.line)
+        read = run_inputs.read_inputs(config, say.line)
         judges.require_judges(config.evaluate, config.rollouts.judge, read.data, read.held_out)
     steps = config.steps_over(len(read.data))
     world.require_equal("tokenised training data", read.data.digest)
@@ -125,7 +125,7 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
 
     # Plan: the share of every rank.
     hosts = host_names(world)
-    plan = run_facts.plan_run(config, world, hosts, read.data, folder if resume else None)
+    plan = run_plan.plan_run(config, world, hosts, read.data, folder if resume else None)
     console.show_run(say, folder, config.model, config.train, plan, read, steps)
     console.show_plan(say, config.train, config.cost, plan, read, config.data.max_length, steps)
     console.attend_displays(say, config.metal, world, hosts, dry_run)
@@ -133,7 +133,7 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
     # Model: the base, and what is trained of it; in parts, where the plan divides it.
     with world.agreeing("loading the model"), say.doing("loading the model"):
         lazy, recomputes = dry_run or plan.divides_model, plan.checkpoints_blocks(world.rank)
-        model = inputs.load_policy(config.model, config.train.seed, lazy, recomputes)
+        model = run_inputs.load_policy(config.model, config.train.seed, lazy, recomputes)
     pace, chosen = trial.pace(config, world, plan, model, read, say.tried_step_seconds, resume)
     expected = console.expected(config.model, config.train, config.evaluate, read, chosen, pace, steps)
     console.show_model(say, model, plan, chosen, expected)

@@ -472,7 +472,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mpi_and_blas.prepare()
     from lib.distributed import world as worlds
     from lib.system import hardware, model_folder
-    from lib.training.inputs import with_compute_type
+    from lib.training.run_inputs import with_compute_type
 
     config = load.load(options.config, [*options.overrides, f"train.seed={options.seed}"])
     try:

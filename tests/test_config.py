@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lib.config import help
+from lib.config import help, unknown_names
 from lib.config import load as load_module
 from lib.config.settings import Config
 from lib.errors import UserError
@@ -160,7 +160,7 @@ def test_a_resumed_run_may_change_its_spread_but_not_its_learning(tmp_path) -> N
 
 
 def test_a_setting_of_an_earlier_version_is_named_and_an_old_run_goes_on(tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(help.REMOVED, "serve.wings", "fly by hand")
+    monkeypatch.setitem(unknown_names.REMOVED, "serve.wings", "fly by hand")
     with pytest.raises(UserError, match="serve.wings, which an earlier version had; fly by hand"):
         load_module.load(None, ["serve.wings=5"], {"model": {"path": "x"}, "data": {"train": "y"}})
     path = tmp_path / "config.yaml"

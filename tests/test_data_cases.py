@@ -18,7 +18,7 @@ from lib.data.streaming import open_held_out, open_training
 from lib.data.tokenize import Encoder, render_prompt
 from lib.data.tokenizer import TextTokens, Vocabulary, load_tokenizer_of
 from lib.errors import UserError
-from lib.training.inputs import generate_options, read_inputs
+from lib.training.run_inputs import generate_options, read_inputs
 from tests import chat_models, chat_rows, tiny
 from tests.tiny import ROOT
 

@@ -20,7 +20,7 @@ from lib.data.batch import collate
 from lib.data.dataset import Example, load_dataset
 from lib.distributed.world import World
 from lib.model.stream_trial import cannot_share_prompts
-from lib.training import kernels, losses
+from lib.training import cuda_kernels, losses
 from lib.training.optimizers import make_optimizer
 from lib.training.step import Step
 from tests import tiny
@@ -52,11 +52,11 @@ def test_the_parts_of_a_step_have_every_kernel_of_the_whole(tmp_path, monkeypatc
             yield seen
 
     with evaluated() as of_parts:
-        for part in kernels.PARTS:
-            kernels.compile_part(part, settings.model, settings.train, settings.data, rows)
+        for part in cuda_kernels.PARTS:
+            cuda_kernels.compile_part(part, settings.model, settings.train, settings.data, rows)
 
-    monkeypatch.setattr(kernels, "BLOCKS", 4)  # their number does not count
-    model = kernels.small_model(settings.model, 0)
+    monkeypatch.setattr(cuda_kernels, "BLOCKS", 4)  # their number does not count
+    model = cuda_kernels.small_model(settings.model, 0)
     assert cannot_share_prompts(model) is None
     step = Step(model, make_optimizer(settings.train), settings.train, World())
     model.train()
@@ -76,8 +76,8 @@ def on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine that would compile kernels: the folder where MLX would keep them. A part says that it ran."""
     folder = tmp_path / "of mlx" / "kernels"
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(folder))
-    monkeypatch.setattr(kernels, "device", lambda: "cuda")
-    monkeypatch.setattr(kernels, "is_compiled", lambda *_: True)
+    monkeypatch.setattr(cuda_kernels, "device", lambda: "cuda")
+    monkeypatch.setattr(cuda_kernels, "is_compiled", lambda *_: True)
     return folder
 
 
@@ -90,7 +90,7 @@ def compiled_once(
     settings, told = load.load(None, [f"model.path={model}", f"data.train={data}", *words]), list[str]()
     known = None if rows is None else load_dataset(str(data), settings.data, "preference", None)  # else they stream
     world = dataclasses.replace(World(), rank=rank, size=len(hosts))
-    with kernels.compiled(settings.model, settings.train, settings.data, known, world, hosts, told.append):
+    with cuda_kernels.compiled(settings.model, settings.train, settings.data, known, world, hosts, told.append):
         pass
     return told
 
@@ -101,7 +101,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
 
 
 def test_kernels_are_compiled_once_for_a_kind_of_model_and_loss(on_cuda: Path, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(kernels, "PARTS", {"update": kernels.update})
+    monkeypatch.setattr(cuda_kernels, "PARTS", {"update": cuda_kernels.update})
     python(tmp_path, monkeypatch, 'sleep 0.3; cd "$MLX_PTX_CACHE_DIR"; pwd > $3.txt; cat > $3.ptx')
     (told,) = compiled_once(tmp_path)
     assert "compiling CUDA kernels" in told
@@ -118,9 +118,9 @@ def test_the_first_rank_of_each_host_compiles_where_rows_are_known(on_cuda: Path
     assert compiled_once(tmp_path, rank=2, hosts="abb") == [] and not on_cuda.exists()
     assert len(compiled_once(tmp_path, rank=1, hosts="ab")) == 1
     with monkeypatch.context() as patched:
-        patched.setattr(kernels, "device", lambda: "metal")
+        patched.setattr(cuda_kernels, "device", lambda: "metal")
         assert compiled_once(tmp_path, ["train.loss=ipo"]) == []
-    monkeypatch.setattr(kernels, "is_compiled", lambda *_: False)
+    monkeypatch.setattr(cuda_kernels, "is_compiled", lambda *_: False)
     assert compiled_once(tmp_path, ["train.loss=ipo"]) == []
 
 
@@ -128,7 +128,7 @@ def test_kernels_are_compiled_anew_for_what_their_code_depends_on(tmp_path, monk
     def digest(*words: str, **stored: object) -> str:
         model = tiny.model_folder(tmp_path, **stored)
         settings = load.load(None, [f"model.path={model}", "data.train=-", *words])
-        return kernels._digest(settings.model, settings.train)
+        return cuda_kernels._digest(settings.model, settings.train)
 
     same = digest()
     assert {same} == {
@@ -153,11 +153,12 @@ def test_the_small_model_is_of_the_kind_of_the_whole_one(tmp_path) -> None:
     stored = shape | {"quantization": {"bits": 4, "group_size": 32}, "torch_dtype": "float16"}
     folder = tiny.model_folder(tmp_path, **stored)
     for words, dtype in (([], mx.float16), (["model.dtype=bfloat16"], mx.bfloat16)):
-        model = kernels.small_model(load.load(None, [f"model.path={folder}", "data.train=-", *words]).model, 0)
+        model = cuda_kernels.small_model(load.load(None, [f"model.path={folder}", "data.train=-", *words]).model, 0)
         linear = model.layers[1].self_attn.q_proj.linear
         assert (linear.bits, linear.group_size, linear.scales.dtype) == (4, 32, dtype)
-        assert (len(model.layers), model.model.embed_tokens.weight.shape[0]) == (kernels.BLOCKS, kernels.VOCABULARY)
-    few = kernels._with_few_blocks({"text_config": {"num_hidden_layers": 24, "full_attention_interval": 4}})
+        sizes = len(model.layers), model.model.embed_tokens.weight.shape[0]
+        assert sizes == (cuda_kernels.BLOCKS, cuda_kernels.VOCABULARY)
+    few = cuda_kernels._with_few_blocks({"text_config": {"num_hidden_layers": 24, "full_attention_interval": 4}})
     assert few["text_config"]["num_hidden_layers"] == 4, "of Qwen3.5 the fourth block attends"
 
 
@@ -170,7 +171,7 @@ def test_the_first_step_waits_for_the_kernels(tmp_path, monkeypatch) -> None:
         yield
         events.append("end")
 
-    monkeypatch.setattr(kernels, "compiled", compiled)
+    monkeypatch.setattr(cuda_kernels, "compiled", compiled)
     monkeypatch.setattr(Step, "__call__", lambda *words: events.append("step") or take(*words))
     words = [*tiny.settings(tmp_path, train__steps=1), "--config", str(tiny.config_file(tmp_path))]
     assert train.main(words) == 0

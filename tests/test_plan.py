@@ -17,13 +17,13 @@ from lib.model.partition import model_shape_of
 from lib.plan import __main__ as machines
 from lib.plan import plan as plan_module
 from lib.plan.calibration import BatchCurve, read_published
-from lib.plan.cost import Pace, Work, memory_text, outlook, pace_of
 from lib.plan.facts import RankHost
 from lib.plan.pipeline import Cut, Hop, Keeps, best_cut, cut_at, depths, operations, step_seconds
 from lib.plan.plan import ClusterPlan, plan_cluster
 from lib.plan.sharded import within
 from lib.plan.shares import distribute_work
 from lib.plan.strategy import LEAST_MERGES, MERGE_COST, longest_round, steps_per_round
+from lib.plan.time_and_cost import Pace, Work, memory_text, outlook, pace_of
 from lib.report import console
 from tests.planning import (
     KEY,

@@ -10,9 +10,9 @@ import pytest
 from lib.config.settings import CostSettings
 from lib.plan import replan
 from lib.plan.calibration import BatchCurve
-from lib.plan.cost import calculate_training_cost, hosts_cost
 from lib.plan.plan import ClusterPlan, plan_cluster
 from lib.plan.replan import Schedule
+from lib.plan.time_and_cost import calculate_training_cost, hosts_cost
 from tests.planning import calibrated, planned, sections
 
 LEAD = 3

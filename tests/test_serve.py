@@ -22,7 +22,7 @@ from lib.data.dataset import load_dataset
 from lib.data.tokenizer import load_tokenizer_of, vocabulary
 from lib.errors import UserError
 from lib.plan.calibration import BatchCurve, HostCalibration, read_calibration, write_calibration
-from lib.serve import cli, keys
+from lib.serve import api_keys, cli
 from lib.serve.generation import AnswerText, Generation, Generator, Piece, ServedModel
 from lib.serve.requests import ChatRequest, RequestError, TextRequest, parse
 from tests import chat_models, exported
@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def key(run: Path) -> str:
-    return keys.make("alice", run / "keys")
+    return api_keys.make("alice", run / "keys")
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_a_client_labels_a_completion_and_the_row_trains(
     def label(body: dict[str, Any], key: str) -> int:
         return ask(server, "/v1/feedback", json.dumps(body).encode(), key)[0]
 
-    bob = keys.make(f"bob-{stream}".lower(), run / "keys")
+    bob = api_keys.make(f"bob-{stream}".lower(), run / "keys")
     assert label({"id": id, "label": stream}, "wrong") == 401
     assert label({"id": id, "label": stream}, bob) == 404, "another key's completion"
     assert label({"id": "chatcmpl-none", "label": True}, key) == 404 and label({"id": id, "label": "yes"}, key) == 400
@@ -183,7 +183,7 @@ def test_health_metrics_and_records(server: Served, key: str, client: openai.Ope
 
 
 def test_keys_are_added_and_revoked_while_it_serves(server: Served, run: Path) -> None:
-    carol = keys.make("carol", run / "keys")
+    carol = api_keys.make("carol", run / "keys")
     assert ask(server, "/v1/models", None, carol)[0] == 200
     lines = (run / "keys").read_text().splitlines(keepends=True)
     (run / "keys").write_text("".join(line for line in lines if not line.startswith("carol")))
@@ -368,12 +368,12 @@ def test_nginx_gets_the_speed_of_each_host(tmp_path) -> None:
 
 def test_a_wrong_line_among_the_keys_is_named(tmp_path) -> None:
     path = tmp_path / "keys"
-    first = keys.make("alice", path)
-    assert keys.KeyFile(path).owner(first) == "alice" and first not in path.read_text()
+    first = api_keys.make("alice", path)
+    assert api_keys.KeyFile(path).owner(first) == "alice" and first not in path.read_text()
     assert path.stat().st_mode & 0o077 == 0
     with pytest.raises(UserError, match="has a key of that name"):
-        keys.make("alice", path)
+        api_keys.make("alice", path)
     path.write_text(path.read_text() + "sk-secret\n")
     with pytest.raises(UserError, match="keys:2: not of the form") as error:
-        keys.read(path)
+        api_keys.read(path)
     assert "sk-secret" not in str(error.value)

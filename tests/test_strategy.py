@@ -27,7 +27,7 @@ from lib.plan.replan import Schedule
 from lib.system import hardware, model_folder
 from lib.system.hardware import Machine
 from lib.system.network import host_name
-from lib.training.run_facts import plan_run
+from lib.training.run_plan import plan_run
 from tests import rounding, tiny
 from tests.planning import calibrated
 from tests.ranks import settings, train, two

@@ -30,7 +30,7 @@ from lib.model.quantised import device
 from lib.report.history import RunHistory, figures
 from lib.system import mpi_and_blas
 from lib.system.records import PerformanceTracker, read_records
-from lib.training import checkpoint, inputs, run_facts, trial
+from lib.training import checkpoint, run_inputs, run_plan, trial
 from lib.training import reference_model as scoring
 from tests import float64, rounding, tiny
 from tests.tiny import ROOT, difference
@@ -198,8 +198,8 @@ def test_blocks_are_tried_with_the_model_as_it_was(tmp_path, monkeypatch) -> Non
     """Also where a family's code fails with a few of its blocks. Where they say that attention costs all, micro-batches
     are of one row, and without plan.replan as they were."""
     config = load.load(None, tiny.settings(tmp_path))
-    read = inputs.read_inputs(config, str)
-    model = inputs.load_policy(config.model, 0, False, False)
+    read = run_inputs.read_inputs(config, str)
+    model = run_inputs.load_policy(config.model, 0, False, False)
     blocks = block_list_of(model)
     assert blocks is not None
     before = list(blocks)
@@ -211,7 +211,7 @@ def test_blocks_are_tried_with_the_model_as_it_was(tmp_path, monkeypatch) -> Non
     assert list(map(id, blocks)) == list(map(id, before))
     slow = trial.Seconds([0.0, 1e-9, 1e-3, 0.0], 0.5, 0.01, 0.0)
     monkeypatch.setattr(trial.BlockTrial, "seconds", lambda *_: slow)
-    plan = run_facts.plan_run(config, World(), ["here"], read.data)
+    plan = run_plan.plan_run(config, World(), ["here"], read.data)
     for replan, size in ((True, 1), (False, 8)):
         settings = config.model_copy(update={"plan": config.plan.model_copy(update={"replan": replan})})
         pace, changed = trial.pace(settings, World(), plan, model, read, None, False)
@@ -253,8 +253,8 @@ def test_more_threads_than_cores_are_warned_of(
     monkeypatch, hosts: list[str], rank: int, threads: int, words: str | None
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr(run_facts.hardware, "mlx_device", lambda: ("cpu", "a"))
-    said = run_facts._crowded(hosts, rank, threads)
+    monkeypatch.setattr(run_plan.hardware, "mlx_device", lambda: ("cpu", "a"))
+    said = run_plan._crowded(hosts, rank, threads)
     assert (words is None and not said) or re.fullmatch(str(words), said)
 
 

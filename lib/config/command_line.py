@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lib.config import help, load, read_file
+from lib.config import help, load, read_file, unknown_names
 from lib.config.settings import Config
 from lib.errors import UserError
 
@@ -33,8 +33,8 @@ class Parser(argparse.ArgumentParser):
             if close := difflib.get_close_matches(unknown[0], options, n=1, cutoff=0.75):
                 hint = f"did you mean {close[0]}?"
             elif self.settings_place or any(action.dest == "overrides" for action in self._actions):
-                names, settings = [name.lstrip("-").replace("-", "_") for name in unknown], help.known_settings()
-                hints = [help.hint_for_setting(name, settings) for name in names]
+                names = [name.lstrip("-").replace("-", "_") for name in unknown]
+                hints = [unknown_names.hint_for_setting(name) for name in names]
                 meant = "".join(said for said in hints if "--help" not in said) or hints[0]
                 hint = f"settings are words without dashes, as train.beta=0.2{self.settings_place}{meant}"
         raise UserError(f"{message}; {hint}")

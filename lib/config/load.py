@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from lib.config import help, read_file
+from lib.config import read_file, unknown_names
 from lib.config.help import accepts, known_settings, setting_types, type_parts
 from lib.config.settings import Column, Config, TrainSettings
 from lib.errors import UserError
@@ -44,7 +44,7 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), base: Tree | No
             blanks = "write key=value in one word without blanks, e.g. train.beta=0.2, and key=null for none"
             raise UserError(f"argument {word!r} is not of the form key=value; {blanks}")
         if key not in known_settings():
-            raise UserError(f"{word}: unknown setting {key}{help.hint_for_setting(key, known_settings())}")
+            raise UserError(f"{word}: unknown setting {key}{unknown_names.hint_for_setting(key)}")
         parent, _, leaf = key.rpartition(".")
         section = tree.setdefault(parent, {}) if parent else tree
         if isinstance(section, dict):  # else the file has a value for it, which is refused below
@@ -110,7 +110,7 @@ def of_run(path: Path, overrides: Sequence[str] = ()) -> Config:
     tree, _ = _read_yaml(path)
     if (tree.get("rollouts") or {}).get("pairs") == "best_worst":
         tree["rollouts"]["margin"] = 0.0  # as it is written now
-    for section, name in (key.split(".") for key in help.REMOVED):
+    for section, name in (key.split(".") for key in unknown_names.REMOVED):
         stored = tree.get(section)
         value = stored.pop(name, name) if isinstance(stored, dict) else name
         if value != name and name in get_args(Column):  # an earlier version's data.prompt=question
@@ -227,7 +227,7 @@ def _explain(error: ErrorDetails, origins: dict[str, str], path: Path | str | No
     key = next((name for name in settings if key.startswith(f"{name}.")), key)
     place = next((origins[k] for k in (key, key.rpartition(".")[0]) if k in origins), str(path or "settings"))
     if error["type"] == "extra_forbidden":
-        return f"{place}: unknown setting {key}{help.hint_for_setting(key, settings)}"
+        return f"{place}: unknown setting {key}{unknown_names.hint_for_setting(key)}"
     if error["type"] == "missing":
         return f"{place}: {key} is required; give it in the file or as {key}=..."
     if error["type"] in ("model_type", "model_attributes_type"):
@@ -235,7 +235,7 @@ def _explain(error: ErrorDetails, origins: dict[str, str], path: Path | str | No
     message = error["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
     if key not in settings:  # settings that do not go together
         return message
-    hint = help.hint_for_value(key, error["input"])
+    hint = unknown_names.hint_for_value(key, error["input"])
     return f"{place}: {key}: {message[0].lower()}{message[1:]}, not {error['input']!r}{hint}"
 
 

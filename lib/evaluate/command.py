@@ -35,9 +35,9 @@ from lib.system import files, mpi_and_blas
 from lib.system.terminal import Terminal, metrics_text
 from lib.training import divided_world, losses
 from lib.training.checkpoint import find
-from lib.training.inputs import vocabulary, with_compute_type
 from lib.training.losses import Metrics
 from lib.training.reference_model import dataset_logps
+from lib.training.run_inputs import vocabulary, with_compute_type
 from lib.training.unpaired_losses import needs_mismatched
 
 

@@ -41,7 +41,7 @@ from lib.system import files
 from lib.system.model_folder import context_tokens
 from lib.system.terminal import Terminal
 from lib.training import reference_model
-from lib.training.inputs import vocabulary
+from lib.training.run_inputs import vocabulary
 
 PACKAGE = "lm_eval"
 GENERATED = 256  # most tokens of an answer, where a task does not say

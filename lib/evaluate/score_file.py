@@ -40,9 +40,9 @@ from lib.model.partition import Division, Part
 from lib.system.terminal import Terminal
 from lib.training import divided_world
 from lib.training.checkpoint import file_sha256
-from lib.training.inputs import vocabulary
 from lib.training.reference_model import dataset_logps
-from lib.training.run_facts import sharded_plan, stage_blocks
+from lib.training.run_inputs import vocabulary
+from lib.training.run_plan import sharded_plan, stage_blocks
 
 KINDS = ("logps", "rewards", "greedy", "samples")
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from lib.config import command_line
 from lib.errors import UserError
-from lib.export import card, fuse, gguf, ollama, peft
+from lib.export import card, fuse, gguf, hub_upload, ollama, peft
 from lib.export.trained_run import ExportOptions, WeightType, open_run, prove
 from lib.system import files, mpi_and_blas
 from lib.system.terminal import Terminal
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             terminal.line(f"{path.relative_to(folder)}  {path.stat().st_size:,} bytes")
         terminal.line(f"nothing was sent to {options.push}: --dry-run")
     elif options.push is not None:
-        terminal.line(f"{card.push(folder, options.push, options.private)}: complete", "bold")
+        terminal.line(f"{hub_upload.push(folder, options.push, options.private)}: complete", "bold")
     return 0
 
 

@@ -29,7 +29,7 @@ from lib.model import load as models
 from lib.rollouts.collect import Answer, lines_of
 from lib.system.model_folder import ADAPTER_WEIGHTS, resolve
 from lib.training import checkpoint as checkpoints
-from lib.training.inputs import generate_options, unnamed_ends, vocabulary
+from lib.training.run_inputs import generate_options, unnamed_ends, vocabulary
 
 Logps = list[np.ndarray]  # a row: float32 [tokens - 1], log-probability of every token but the first, in nats
 WeightType = Literal["f32", "bf16", "f16", "q8_0"]
@@ -104,12 +104,12 @@ class TrainedRun:
         return ChatForm(tokenizer, text, arguments, ends)
 
     def unnamed_ends(self) -> list[str]:
-        """`inputs.unnamed_ends` of the run."""
+        """`run_inputs.unnamed_ends` of the run."""
         model = self.settings.model
         return unnamed_ends(load_tokenizer_of(model), model, self.settings.data)
 
     def generate_options(self, folder: Path) -> list[str] | None:
-        """`inputs.generate_options` of the run, for its base model or another in a folder."""
+        """`run_inputs.generate_options` of the run, for its base model or another in a folder."""
         model = self.settings.model.model_copy(update={"path": str(folder)})
         return generate_options(load_tokenizer_of(model), model, self.settings.data)
 
@@ -157,12 +157,7 @@ def open_run(
 
 
 def _rows(
-    kind: RecordKind,
-    model: ModelSettings,
-    settings: DataSettings,
-    folder: Path,
-    count: int,
-    say: Callable[[str], None],
+    kind: RecordKind, model: ModelSettings, settings: DataSettings, folder: Path, count: int, say: Callable[[str], None]
 ) -> tuple[list[np.ndarray], str]:
     """Sequences evenly over the held-out rows (training rows without those); of rounds, answers of the last one."""
     if answers := sorted(folder.glob("rounds/*/samples.jsonl")):

@@ -34,7 +34,7 @@ from lib.launch import discovery, hostfile, launcher, preflight, ssh
 from lib.launch.hostfile import Host
 from lib.launch.job import RDMA_BACKENDS, Job, scheduler_file
 from lib.launch.launcher import MAC_RESTARTS
-from lib.system import key_file, terminal
+from lib.system import cluster_key, terminal
 
 CLOSE_SECONDS = 2.0  # for secondaries to close first: the port is then free for rank 0 at once
 
@@ -78,7 +78,7 @@ def _train(job: Job, options: argparse.Namespace, here: Host | None) -> int:
         job = replace(job, environment={"TANDEM_COLUMNS": str(width - tag), **job.environment})
     console, key = launcher.Console(), None
     if here is not None and len(job.hosts) > 1:
-        key = wait_for_others(job, here, options.key or key_file.usual(), console.note)
+        key = wait_for_others(job, here, options.key or cluster_key.usual(), console.note)
     return launcher.supervise(job, console, options.max_restarts, here, key)
 
 
@@ -134,7 +134,7 @@ def _parser() -> command_line.Parser:
         choices=("primary", "secondary"),
         help="without ssh: start this machine's ranks only, the same command on each",
     )
-    key = f"with --role: the key by which machines know each other, the same on all (default: {key_file.usual()})"
+    key = f"with --role: the key by which machines know each other, the same on all (default: {cluster_key.usual()})"
     add("--key", type=Path, metavar="FILE", help=key)
     ports = "the first port that ranks listen at (default: %(default)s)"
     add("--starting-port", type=int, default=32323, metavar="PORT", help=ports)
@@ -220,9 +220,9 @@ def wait_for_others(job: Job, here: Host, path: Path, note: Callable[[str], None
     """The run's key, when people have started all machines; path: of the key by which machines know each other. Raises
     Stopped: a machine did not come within the job's wedged_seconds. UserError: keys or hosts differ."""
     names, path, is_primary = [host.name for host in job.hosts], path.expanduser(), here == job.hosts[0]
-    if is_primary and key_file.make(path):
+    if is_primary and cluster_key.make(path):
         note(f"made {path}: copy it to the other machines, e.g. scp {path} MACHINE:{path}")
-    key, other = key_file.read(path), "secondary" if is_primary else "primary"
+    key, other = cluster_key.read(path), "secondary" if is_primary else "primary"
     others = ", ".join(names[1:] if is_primary else names[:1])
     note(f"waiting for {others}, {job.wedged_seconds:.0f} s at most; type the same there, with --role {other}")
     number = _wait_as_primary(job, names, key) if is_primary else _wait_as_secondary(job, names, here.name, key)

@@ -1,6 +1,6 @@
 """What a plan rests on: the settings, the run, and every rank's host.
 
-lib/training/run_facts.py gathers them. Where a host has no curve of this model, all are compared by their
+lib/training/run_plan.py gathers them. Where a host has no curve of this model, all are compared by their
 matrix-product rates, and the first steps of the run correct the shares.
 """
 

@@ -21,8 +21,8 @@ from lib.data.batch_shapes import real_tokens
 from lib.data.prompts import Prompts
 from lib.distributed.world import World
 from lib.evaluate.evaluator import ANSWER_TOKENS, SAMPLE_TOKENS
-from lib.plan.cost import Pace, Work, hosts_cost, memory_text, outlook
 from lib.plan.plan import ClusterPlan, long_warm_up, uneven_labels
+from lib.plan.time_and_cost import Pace, Work, hosts_cost, memory_text, outlook
 from lib.report import history
 from lib.system import metal
 from lib.system.hardware import device_name, mlx_device
@@ -40,8 +40,8 @@ from lib.system.terminal import (
     three_digits,
     with_bar,
 )
-from lib.training.inputs import Inputs
 from lib.training.losses import needs_reference
+from lib.training.run_inputs import Inputs
 
 LINE_WIDTH = 80  # of a step's line, in a file
 SHOWN_STEPS = 10  # from one such line to the next
@@ -264,11 +264,8 @@ def show_plan(
         _show_predictions(say, prices, plan, steps)
     labels = inputs.data.labels
     uneven = None if labels is None else uneven_labels(len(labels), int(labels.sum()), train)
-    for text in (
-        *plan.warnings,
-        *filter(None, [uneven, long_warm_up(steps, train)]),
-        *_rows_left_out(inputs, max_length),
-    ):
+    likely_mistakes = filter(None, [uneven, long_warm_up(steps, train)])
+    for text in (*plan.warnings, *likely_mistakes, *_rows_left_out(inputs, max_length)):
         say.warning(text)
 
 

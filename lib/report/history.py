@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from lib.config import read_file
 from lib.config.settings import CostSettings
 from lib.errors import UserError
-from lib.plan.cost import hosts_cost
+from lib.plan.time_and_cost import hosts_cost
 from lib.system.records import PlanRecord, Record, SettingsRecord, Tail
 from lib.system.terminal import duration, metrics_text, size_text, three_digits
 
@@ -390,10 +390,9 @@ def held_out(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[
 def facts(summary: Mapping[str, Any], unit: str) -> list[tuple[str, str]]:
     """How a run went, name and value, after a comma what explains it. summary: of summary.json, or of `RunFigures`."""
     held, efficiency, computed = map(summary.get, ("checkpoint", "efficiency", "computed_tokens_per_second"))
-    share, speed = summary.get("matrix_rate_share"), f"{three_digits(summary['pairs_per_second'])} {unit}/s"
-    speed += f", {summary['tokens_per_second']:,.0f} tokens/s" + f" ({computed or 0:,.0f} with padding)" * bool(
-        computed
-    )
+    share = summary.get("matrix_rate_share")
+    speed = f"{three_digits(summary['pairs_per_second'])} {unit}/s, {summary['tokens_per_second']:,.0f} tokens/s"
+    speed += f" ({computed:,.0f} with padding)" if computed else ""
     part = f", {100 * share:.0f} % of the measured matrix rate" if share else ""
     tflops = f"{summary.get('tflops') or 0:.3g} TFLOP/s ({summary.get('computed_tflops') or 0:.3g} with padding{part})"
     rows = [

@@ -30,9 +30,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lib.config.settings import ServeSettings
 from lib.errors import UserError
+from lib.serve.api_keys import KeyFile
 from lib.serve.feedback import Feedback, Label
 from lib.serve.generation import Generation, Generator, Piece, ServedModel
-from lib.serve.keys import KeyFile
 from lib.serve.requests import JSON, ChatRequest, RequestError, TextRequest, parse
 
 CLIENT_LEFT = 499  # nginx's status of a client that closed the connection

@@ -27,7 +27,7 @@ from lib.config import command_line, help, load
 from lib.config.settings import Config, DataSettings, ModelSettings, ServeSettings
 from lib.errors import Stopped, UserError
 from lib.plan.calibration import read_calibration
-from lib.serve import keys as key_file
+from lib.serve import api_keys
 from lib.system import model_folder, mpi_and_blas
 
 DRAIN_SECONDS = 30  # after SIGTERM, for requests under way to finish
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit status."""
     options = _parse(arguments)
     if options.make_key is not None:
-        print(key_file.make(options.make_key, Path(options.keys)), flush=True)
+        print(api_keys.make(options.make_key, Path(options.keys)), flush=True)
     elif options.emit is not None:
         print(nginx_file(options.hosts.split(","), Path(options.calibration)), end="")
     else:
@@ -89,7 +89,7 @@ def serve(options: ServeSettings, base: ModelSettings, data: DataSettings, run: 
     if base.attention_window is not None:
         print("warning: the server ignores model.attention_window; it attends to everything", file=sys.stderr)
     sys.setswitchinterval(SWITCH_SECONDS)
-    keys = None if options.keys is None else key_file.KeyFile(Path(options.keys))
+    keys = None if options.keys is None else api_keys.KeyFile(Path(options.keys))
     with bind(options.host, options.port) as listening:
         host, port = listening.getsockname()[:2]
         if not ipaddress.ip_address(host).is_loopback:

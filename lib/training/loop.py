@@ -21,14 +21,14 @@ from lib.model import gradient_checkpointing
 from lib.system import network, out_of_memory
 from lib.system.out_of_memory import MicroBatchLimit, OutOfMemory
 from lib.training import checkpoint
+from lib.training.cuda_kernels import trace_cost
 from lib.training.divided_world import InStages, is_compiled
-from lib.training.kernels import trace_cost
 from lib.training.losses import Metrics
 from lib.training.optimizers import learning_rate
 from lib.training.pipelined_step import PipelinedStep, StagePace
 from lib.training.run import PREFETCHED, TrainingRun
 from lib.training.run_end import early_end, take_best
-from lib.training.run_facts import memory_limit
+from lib.training.run_plan import memory_limit
 from lib.training.step import Step, StepRecord
 
 # ---- The batches of a run --------------------------------------------------------------------------------------------

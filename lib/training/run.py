@@ -33,14 +33,14 @@ from lib.plan.replan import Schedule
 from lib.system.hardware import gflops, provenance
 from lib.system.records import Arithmetic, PerformanceTracker
 from lib.system.terminal import Terminal
-from lib.training import checkpoint, divided_world, kernels, losses, reference_model
+from lib.training import checkpoint, cuda_kernels, divided_world, losses, reference_model
 from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, Snapshot
 from lib.training.divided_world import is_compiled
-from lib.training.inputs import Inputs
 from lib.training.local_sgd import LocalSGD
 from lib.training.merging import Merger
 from lib.training.optimizers import learning_rate, make_optimizer
 from lib.training.reference_model import Layout
+from lib.training.run_inputs import Inputs
 from lib.training.step import StepReference
 
 PREFETCHED = 2  # batches made ahead of the step
@@ -300,7 +300,7 @@ def open_run(
     """A run of a loaded model, which is divided where the plan says so; AgreedError where ranks have unlike models."""
     with contextlib.ExitStack() as compiling:
         sections = config.model, config.train, config.data
-        compiling.enter_context(kernels.compiled(*sections, inputs.data, world, hosts, say.line))
+        compiling.enter_context(cuda_kernels.compiled(*sections, inputs.data, world, hosts, say.line))
         with world.agreeing("making the optimizer"):
             optimizer = make_optimizer(config.train)
         world = divided_world.divided(model, plan.division or plan.blocks or None, world, keeps_wired=True)

@@ -7,13 +7,13 @@ from typing import Any
 
 from lib.errors import Stopped
 from lib.model import adapter_files
-from lib.plan.cost import hosts_cost
 from lib.plan.plan import ClusterPlan, strayed
+from lib.plan.time_and_cost import hosts_cost
 from lib.system import files, records
 from lib.training import checkpoint
-from lib.training.inputs import generate_options
 from lib.training.losses import Metrics
 from lib.training.run import TrainingRun
+from lib.training.run_inputs import generate_options
 
 FIGURES = ("loss", "reward_accuracy", "reward_margin", "kl")  # held out; None where there is no held-out data
 

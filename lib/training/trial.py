@@ -1,15 +1,20 @@
-"""How fast a run will be: on a CPU by a few of the model's blocks, which real rows try before it; and the micro-batches
-that make it fastest there."""
+"""How fast a run will be: by a run of three steps, or on a CPU by a few of the model's blocks, which real rows try
+before it; and the micro-batches that make it fastest there."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import shutil
+import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,11 +31,12 @@ from lib.model.layout import block_list_of, layout_of
 from lib.model.quantised import device
 from lib.model.stream_trial import cannot_share_prompts
 from lib.model.token_stream import StreamInputs, arrays_of, hidden_states, length_multiple
-from lib.plan.cost import Pace, pace_of
 from lib.plan.plan import ClusterPlan
-from lib.training.inputs import Inputs
+from lib.plan.time_and_cost import Pace, pace_of
+from lib.system.records import read_records
 from lib.training.losses import figures_of, needs_reference
 from lib.training.reference_model import is_in_steps
+from lib.training.run_inputs import Inputs
 from lib.training.unpaired_losses import UNPAIRED_LOSSES, needs_mismatched
 
 FEW, MORE = 1, 4  # of its blocks
@@ -264,3 +270,17 @@ def non_negative_fit(features: np.ndarray, seconds: np.ndarray) -> list[float]:
         left.remove(lowest)
         fit[lowest] = 0.0
     return list(fit / unit)
+
+
+def step_seconds(world: World, train: Callable[[str], None]) -> float:
+    """Seconds of a step in a run of three: the slowest rank's mean without the first. train: trains a trial
+    (lib/config/load.py) in a folder, which is deleted."""
+    folder = world.broadcast_text(tempfile.mkdtemp(prefix="tandem-trial-") if world.rank == 0 else "")
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            train(folder)
+        records = read_records(Path(folder, "trial", "logs", f"rank-{world.rank:03d}.jsonl"))
+        steps: list[Any] = [record["step_seconds"] for record in records if record["kind"] == "step"]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return float(max(world.gather_values(statistics.fmean(steps[1:] or steps), "a trial's steps")))

@@ -55,7 +55,7 @@ from lib.training.step import Step, arrays_beside
 from lib.training.unpaired_losses import UNPAIRED_LOSSES, needs_mismatched
 
 # A part's process: its name is the argument, and its work comes on the standard input.
-START = "from lib.system import mpi_and_blas; mpi_and_blas.prepare(); from lib.training import kernels; kernels.main()"
+START = "from lib.system.mpi_and_blas import prepare; prepare(); from lib.training.cuda_kernels import main; main()"
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS, VOCABULARY, HEAD_SIZE = 2, 256, 64  # of the small model
 BLOCK_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")

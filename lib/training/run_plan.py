@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
-import shutil
 import statistics
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +32,6 @@ from lib.plan.sharded import plan_sharded
 from lib.plan.strategy import plan
 from lib.system import hardware, model_folder
 from lib.system.out_of_memory import Limit
-from lib.system.records import read_records
 
 RATES = "every rank's matrix-product rate"
 
@@ -226,17 +222,3 @@ def _gather_hosts(
         RankHost(host, text and HostCalibration.model_validate_json(text), chip, device, memory_bytes=memory_bytes)
         for host, (text, chip, device, memory_bytes) in zip(hosts, every, strict=True)
     ]
-
-
-def trial_step_seconds(world: World, train: Callable[[str], None]) -> float:
-    """Seconds of a step in a run of three: the slowest rank's mean without the first. train: trains a trial
-    (lib/config/load.py) in a folder, which is deleted."""
-    folder = world.broadcast_text(tempfile.mkdtemp(prefix="tandem-trial-") if world.rank == 0 else "")
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            train(folder)
-        records = read_records(Path(folder, "trial", "logs", f"rank-{world.rank:03d}.jsonl"))
-        steps: list[Any] = [record["step_seconds"] for record in records if record["kind"] == "step"]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return float(max(world.gather_values(statistics.fmean(steps[1:] or steps), "a trial's steps")))
