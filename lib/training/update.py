@@ -1,4 +1,4 @@
-"""From the gradients' sums to new parameters: the learning rate, clipping, and the update rule.
+"""From the gradients' sums to new parameters: clipping, and the update rule.
 
 What MLX lacks: a rate of its own for LoRA's B, and the update of hundreds of arrays as one.
 """
