@@ -71,10 +71,6 @@ def type_parts(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def accepts(annotation: Any, kind: type) -> bool:
-    return kind in type_parts(annotation)
-
-
 def _type_name(annotation: Any) -> str:
     names = []
     for part in type_parts(annotation):

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from lib.config import read_file, unknown_names
-from lib.config.help import accepts, known_settings, setting_types, type_parts
+from lib.config.help import known_settings, setting_types, type_parts
 from lib.config.settings import Column, Config, TrainSettings
 from lib.errors import UserError
 
@@ -201,9 +201,9 @@ def _parsed(text: str) -> tuple[Any, Any]:
 
 def _parse_value(key: str, text: str) -> Any:
     """A word's value as YAML reads it; of a string the text as it is, but for null, quotes around it, and a mapping."""
-    annotation = setting_types()[key]
-    is_mapping = text.startswith("{") and any(typing.get_origin(part) is dict for part in type_parts(annotation))
-    wants_text = accepts(annotation, str) and not is_mapping
+    parts = type_parts(setting_types()[key])
+    is_mapping = text.startswith("{") and any(typing.get_origin(part) is dict for part in parts)
+    wants_text = str in parts and not is_mapping
     if wants_text and text[0] not in "'\"":
         return None if text.strip() in ("null", "~") else text
     try:

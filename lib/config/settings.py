@@ -23,10 +23,6 @@ def _name(value: str) -> str:
     return value
 
 
-def _model_name(value: str) -> str:
-    return "/".join(map(_name, value.split("/")))
-
-
 def _compiles(pattern: str) -> str:
     try:
         re.compile(pattern)
@@ -467,7 +463,7 @@ class ServeSettings(Section):
     """Address that the server listens on; any but a loopback address needs serve.keys."""
     port: Annotated[Natural, Field(le=65535)] = 8080
     """Port of the server; 0 takes a free one."""
-    name: Annotated[str, AfterValidator(_model_name)] | None = None
+    name: Annotated[str, AfterValidator(lambda value: "/".join(map(_name, value.split("/"))))] | None = None
     """What clients call the model; by default the run's name. No other name is served."""
     keys: str | None = None
     """File of API keys, as `python -m lib.server --make-key NAME` adds them: hashes only. Changes count at once."""

@@ -136,7 +136,10 @@ def assign_micro_batches(
     assert len(rows), "a step has rows"
     shares = [sum(sizes) for sizes in micro_batch_sizes]
     counts = divide_rows(len(rows), shares).tolist()
-    sizes = [_cut(count, of_rank) for count, of_rank in zip(counts, micro_batch_sizes, strict=True)]
+    sizes = [  # until so many rows are taken
+        [size for size in np.diff(np.minimum(np.cumsum(of_rank), count), prepend=0).tolist() if size]
+        for count, of_rank in zip(counts, micro_batch_sizes, strict=True)
+    ]
     weights = np.maximum(shares, 1)
     neighbours = assign_neighbours(rows[np.argsort(lengths[rows], kind="stable")], sizes, weights, cost)
     mixed = [
@@ -148,13 +151,6 @@ def assign_micro_batches(
     if (np.array(neighbours_costs) / weights).max() <= (np.array(costs) / weights).max():
         return assigned, neighbours_costs
     return mixed, costs
-
-
-def _cut(count: int, sizes: Sequence[int]) -> list[int]:
-    """Micro-batches of these sizes, until `count` rows are taken."""
-    assert count <= sum(sizes), (count, sizes)
-    taken = np.minimum(np.cumsum(sizes), count).tolist()
-    return [end - start for start, end in zip([0, *taken], taken, strict=False) if end > start]
 
 
 def assign_neighbours(

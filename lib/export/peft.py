@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,9 @@ def peft_config(run: TrainedRun, layers: Mapping[str, nn.Module]) -> dict[str, A
     alphas = {name: ranks[name] * layer.scale for name, layer in named.items()}
     (rank, alpha), model = (Counter(each.values()).most_common(1)[0][0] for each in (ranks, alphas)), run.settings.model
     plain = (name for name, layer in run.base_model().named_modules() if isinstance(layer, ADAPTABLE))
-    others = {each for name in plain for each in _peft_names(name, 1)}
+    others = {each for name in plain for each in _peft_names(name, 1)} | named.keys()
+    ends = {name.rpartition(".")[2] for name in named}  # where they mean exactly the adapted layers
+    are_exact = {name for name in others if name.rpartition(".")[2] in ends} == named.keys()
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -87,17 +89,11 @@ def peft_config(run: TrainedRun, layers: Mapping[str, nn.Module]) -> dict[str, A
         "rank_pattern": {re.escape(name): value for name, value in ranks.items() if value != rank},
         "alpha_pattern": {re.escape(name): value for name, value in alphas.items() if value != alpha},
         "use_dora": model.method == "dora",
-        "target_modules": target_modules(named.keys(), others | named.keys()),
+        "target_modules": sorted(ends if are_exact else named),
         "lora_dropout": 0.0 if any(map(expert_pattern, layers)) else model.dropout,  # peft has none for experts
         "bias": "none",
         "inference_mode": True,
     }
-
-
-def target_modules(adapted: Set[str], layers: Set[str]) -> list[str]:
-    """Ends of names ("q_proj") where they mean exactly the adapted layers, else whole names."""
-    ends = {name.rpartition(".")[2] for name in adapted}
-    return sorted(ends if {name for name in layers if name.rpartition(".")[2] in ends} == adapted else adapted)
 
 
 def original_of(run: TrainedRun) -> str:

@@ -151,7 +151,7 @@ def check_project(request: Request) -> Finding:
 
 def check_packages(request: Request) -> Finding:
     """All are there, in the same versions as on the launching machine."""
-    if hardware.is_translated():
+    if os_commands.is_mac() and os_commands.sysctl("sysctl.proc_translated") == "1":
         remedy = request.there(f"{SETUP} PYTHON=/opt/homebrew/bin/python3")
         return Finding("failed", "Python for Intel, under Rosetta: MLX finds no GPU", remedy)
     there = packages()

@@ -129,7 +129,7 @@ def _copy(job: Job, host: Host, named: str, source: Path, digests: Mapping[str, 
     if source.is_file() and Path(target).name != source.name:
         raise UserError(f"--sync {source}: it has another name on {host.name}; sync its folder")
     text = Path(receiver.__file__).read_text(encoding="utf-8")
-    words = [*ssh_command(host), _by_python(job, host, ["-c", text, str(folder)])]
+    words = [*ssh_command(host), _by_python(host, ["-c", text, str(folder)])]
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
         assert process.stdin is not None and process.stdout is not None
@@ -157,7 +157,7 @@ def _copy(job: Job, host: Host, named: str, source: Path, digests: Mapping[str, 
 
 def _install(job: Job, host: Host, folder: str) -> None:
     """Installs the project where it was not, or from other requirements."""
-    install = _by_python(job, host, ["-P", "lib/system/installation.py"])
+    install = _by_python(host, ["-P", "lib/system/installation.py"])
     began, python = time.monotonic(), job.python_of(host)
     test = f"{INSTALLED}; {install}"
     if python != f"{folder}/.venv/bin/python":
@@ -170,7 +170,7 @@ def _install(job: Job, host: Host, folder: str) -> None:
         _note(f"installed on {host.name} in {seconds:.0f} s")
 
 
-def _by_python(job: Job, host: Host, words: Sequence[str]) -> str:
+def _by_python(host: Host, words: Sequence[str]) -> str:
     """A command of a shell that runs words by the first Python there that is new enough."""
     test, needed = "import sys; sys.exit(sys.version_info < (3, 11))", "a Python from 3.11 on is needed there"
     configured = shlex.quote(host.python or "")

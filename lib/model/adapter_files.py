@@ -186,13 +186,8 @@ def adapter_config(
 
 def load_trained(model: nn.Module, folder: Path, where: str) -> None:
     """Reads trained parameters into a model that `make_trainable` prepared in the same way; the rank may be another."""
-    arrays = read_trained(described(trainable(model)), folder, where)
-    model.update(tree_unflatten(arrays))
-
-
-def read_trained(wanted: Described, folder: Path, where: str) -> dict[str, mx.array]:
-    """Trained parameters from a folder, by name, not evaluated. Raises UserError: they are not the wanted ones."""
-    return fitted(wanted, stored_arrays(folder, where)[0], f"{where} {folder}")
+    arrays, _ = stored_arrays(folder, where)
+    model.update(tree_unflatten(fitted(described(trainable(model)), arrays, f"{where} {folder}")))
 
 
 def stored_arrays(folder: Path, where: str) -> tuple[dict[str, mx.array], dict[str, Any]]:

@@ -22,7 +22,7 @@ from lib.model.layout import layout_of
 from lib.model.patches import complete_module, replace_modules, use_quick_recurrences, with_methods
 from lib.model.quantised import device, use_fast_layers
 from lib.system import hardware
-from lib.system.model_folder import ADAPTER_CONFIG, adapter_weights, resolve, why_unreadable
+from lib.system.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_WEIGHTS, resolve, why_unreadable
 from lib.system.terminal import size_text
 
 POSITION_TABLE = "wpe"  # its name in mlx-lm's families with learned positions
@@ -140,7 +140,9 @@ def fingerprint(settings: ModelSettings, seed: int) -> str:
     digest = hashlib.sha256(f"{settings.dtype}{widened} {seed if settings.random_init else ''}{window}".encode())
     files = [folder / "config.json"] + ([] if settings.random_init else sorted(folder.glob("model*.safetensors")))
     if settings.adapter:
-        files += [Path(settings.adapter) / ADAPTER_CONFIG, adapter_weights(Path(settings.adapter))]
+        adapter = Path(settings.adapter)
+        is_peft = (adapter / PEFT_WEIGHTS).is_file()
+        files += [adapter / ADAPTER_CONFIG, adapter / (PEFT_WEIGHTS if is_peft else ADAPTER_WEIGHTS)]
     for file in files:
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())

@@ -126,14 +126,10 @@ class Past(ArraysCache):
         past = Past(len(self.cache))
         past.offset = self.offset + positions
         past.keys, past.values, *past.cache = (
-            None if each is None else _branched(each, branches) for each in (self.keys, self.values, *self.cache)
+            None if x is None else mx.broadcast_to(x[:, None], (len(x), branches, *x.shape[1:])).flatten(0, 1)
+            for x in (self.keys, self.values, *self.cache)
         )
         return past
-
-
-def _branched(x: mx.array, branches: int) -> mx.array:
-    """[b, ...] ➜ [b * branches, ...]"""
-    return mx.broadcast_to(x[:, None], (len(x), branches, *x.shape[1:])).flatten(0, 1)
 
 
 class Stream:

@@ -82,12 +82,6 @@ def fastest_micro_batches(curve: BatchCurve, share: int) -> tuple[int, ...]:
     return tuple(sorted(batches, reverse=True))
 
 
-def curve_identity(curve: BatchCurve) -> Hashable:
-    """Equal for curves that the planner cannot tell apart."""
-    points = tuple((point.batch_size, point.seconds_median) for point in curve.points)
-    return curve.max_batch_size, curve.step_overhead_seconds, points
-
-
 def best_shares(
     hosts: Sequence[str],
     curves: Sequence[BatchCurve],
@@ -115,7 +109,10 @@ class _Kinds:
     def __init__(self, curves: Sequence[BatchCurve], sizes: Sequence[int | None], pairs: int) -> None:
         kinds: dict[Hashable, int] = {}  # the first rank of each
         pairwise = enumerate(zip(curves, sizes, strict=True))
-        firsts = [kinds.setdefault((curve_identity(curve), size), rank) for rank, (curve, size) in pairwise]
+        firsts = [  # by all that the planner sees of a curve
+            kinds.setdefault((c.points, c.max_batch_size, c.step_overhead_seconds, size), rank)
+            for rank, (c, size) in pairwise
+        ]
         ranks, self.of_rank, self.counts = np.unique(firsts, return_inverse=True, return_counts=True)
         self.pairs, self.curves, self.fixed = pairs, [curves[rank] for rank in ranks], [sizes[rank] for rank in ranks]
         tau = [taus(curve, size) for curve, size in zip(self.curves, self.fixed, strict=True)]

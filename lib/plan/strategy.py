@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from lib.config.load import with_strategy
-from lib.config.settings import IndependentSettings, ModelSettings, PlanSettings
+from lib.config.settings import IndependentSettings, PlanSettings
 from lib.errors import UserError
 from lib.plan.calibration import BatchCurve, CurveKey
 from lib.plan.facts import DIVIDED, HostSpeeds, PlanFacts, prepared
@@ -253,11 +253,6 @@ def measures_merges(independent: IndependentSettings, settings: PlanSettings) ->
     """Whether rounds get as long as measured timings ask for. Otherwise the same run gives the same bits again."""
     is_open = independent.pairs_per_round is None and independent.merge != "none"
     return is_open and settings.replan and settings.shares is None
-
-
-def default_merge(independent: IndependentSettings, model: ModelSettings) -> str:
-    """The merge where the settings name none: the mean of LoRA's factors is good enough for short rounds alone."""
-    return "svd" if model.method == "lora" and independent.pairs_per_round is not None else "average"
 
 
 # ---- A part of the model on every host

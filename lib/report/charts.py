@@ -64,7 +64,10 @@ def _learning(run: RunHistory, name: str, number: int, is_compared: bool) -> lis
         if np.isnan(values).all():
             continue
         if len(steps) >= 20 and name != "learning_rate":
-            values = running_mean(values)
+            # The mean of the last twentieth of all values at each of them; NaN counts nowhere.
+            finite, window = np.isfinite(values), np.ones(max(1, len(values) // 20))
+            sums, counts = (np.convolve(x, window)[: len(values)] for x in (np.where(finite, values, 0.0), finite))
+            values = np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)
         label = run.name if is_compared else label_of(who) if len(ranks) > 1 else "training"
         traces.append(line(steps, values, label, look))
     events: list[Any] = [event for event in run.of_kind("evaluation") if isinstance(event.get(name), int | float)]
@@ -120,13 +123,6 @@ def style(index: int) -> Plotly:
     """The line of a rank, a host or a run: a colour, and a dash where there are more of them than colours."""
     dash = DASHES[index // len(COLOURS) % len(DASHES)]
     return {"color": COLOURS[index % len(COLOURS)], "dash": dash, "width": 1.6}
-
-
-def running_mean(values: np.ndarray) -> np.ndarray:
-    """The mean of the last twentieth of all values at each of them; NaN counts nowhere."""
-    finite, window = np.isfinite(values), np.ones(max(1, len(values) // 20))
-    sums, counts = (np.convolve(each, window)[: len(values)] for each in (np.where(finite, values, 0.0), finite))
-    return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)
 
 
 def line(x: Any, y: Any, name: str, look: Plotly, **more: Any) -> Plotly:

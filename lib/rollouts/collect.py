@@ -99,7 +99,7 @@ class Collector:
         if name == SCORES:
             judge = evaluate.model_dump(include={"judge", "judge_model", "judge_prompt", "answer_pattern"})
             key = key_of(key, rollouts.judge, judge)
-        if self.world.rank == 0 and _first_of(journal).get("key", key) != key:  # the run went back behind the round
+        if self.world.rank == 0 and first_of(journal).get("key", key) != key:  # the run went back behind the round
             self.say.warning(f"{journal} is of other weights or settings, and is made again")
             journal.unlink()
         size = max(1, rollouts.batch_size // rollouts.samples)  # prompts that a rank takes at a time
@@ -188,11 +188,6 @@ class Collector:
         return json.dumps(record, ensure_ascii=False)
 
 
-def policy_of(folder: Path) -> str:
-    """Digest of the policy that drew a round's answers; nothing where they are not there."""
-    return str(_first_of(folder / SAMPLES).get("policy", ""))
-
-
 def _watch(queue: WorkQueue, chunk: int) -> Callable[[], bool]:
     """A function, cheap to call, that says whether no other rank has finished a chunk that is in hand."""
     last, wanted = time.monotonic(), True
@@ -206,7 +201,7 @@ def _watch(queue: WorkQueue, chunk: int) -> Callable[[], bool]:
     return is_wanted
 
 
-def _first_of(path: Path) -> dict[str, object]:
+def first_of(path: Path) -> dict[str, object]:
     """The first line's object; empty where there is none."""
     try:
         with path.open("rb") as file:

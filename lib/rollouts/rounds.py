@@ -27,7 +27,7 @@ from lib.evaluate.judges import Judge, judge_of, question_of, scores_of
 from lib.evaluate.sampler import Sampler
 from lib.evaluate.score_file import key_of
 from lib.model import adapter_files
-from lib.rollouts.collect import PAIRS, SAMPLES, Collector, policy_of
+from lib.rollouts.collect import PAIRS, SAMPLES, Collector, first_of
 from lib.rollouts.pairs import (
     Group,
     Pair,
@@ -155,7 +155,7 @@ class Rounds:
     def _collected(self, number: int, first_step: int) -> tuple[list[Group], list[Pair]]:
         """A round's answers; drawn here, unless this round's training has begun."""
         run, world, folder = self.run, self.run.world, self.collector.folder_of(number)
-        drawn_by = world.broadcast_text(policy_of(folder) if world.rank == 0 else "")
+        drawn_by = str(world.broadcast_value(first_of(folder / SAMPLES).get("policy", "")))
         if run.progress.step > first_step:
             if not drawn_by:
                 lost = f"{folder} lacks the answers that step {run.progress.step} was trained on; put them back, or"

@@ -30,9 +30,9 @@ def flush_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, content: bytes | str, durable: bool = True) -> None:
+def write_atomically(path: Path, content: bytes | str) -> None:
     """Writes a file at once, as `replacing` does."""
-    with replacing(path, durable) as file:
+    with replacing(path) as file:
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 

@@ -84,11 +84,6 @@ def operating_system() -> str:
     return f"{platform.system()} {platform.release()} {platform.machine()}"
 
 
-def is_translated() -> bool:
-    """Whether this is an Intel program under Rosetta on Apple silicon, where MLX finds no GPU."""
-    return os_commands.is_mac() and os_commands.sysctl("sysctl.proc_translated") == "1"
-
-
 def versions(packages: Sequence[str] = ("mlx", "mlx-lm")) -> dict[str, str]:
     """Of those that are installed; by default of those whose change makes a measurement stale."""
     found = {name: next(iter(metadata.distributions(name=name)), None) for name in packages}

@@ -17,11 +17,6 @@ FETCHED = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"]  # 
 CONTEXT = ("n_positions", "max_position_embeddings", "n_ctx")
 
 
-def adapter_weights(folder: Path) -> Path:
-    """The file with the arrays of an adapter, mlx-lm's or PEFT's."""
-    return folder / (PEFT_WEIGHTS if (folder / PEFT_WEIGHTS).is_file() else ADAPTER_WEIGHTS)
-
-
 def why_unreadable(folder: Path, error: BaseException) -> str:
     """Why a model's files cannot be loaded, from what mlx-lm or transformers says, in one line."""
     for path in sorted(folder.iterdir()):

@@ -87,19 +87,6 @@ def prepare() -> None:
     if mpi_library.exists() and os.environ.get("MLX_MPI_LIBNAME", MPI_LIBRARY) == MPI_LIBRARY:
         os.environ["MLX_MPI_LIBNAME"] = str(mpi_library)
     load_blas()
-    if util.find_spec("torch") is not None:
-        _hide_torch()
-
-
-def _hide_torch() -> None:
-    """Lets transformers start without torch: its import takes ten seconds, and MLX uses none of it."""
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        from transformers.utils import is_torch_available
-
-        is_torch_available()  # transformers remembers the answer
-    finally:
-        del sys.modules["torch"]
 
 
 @functools.cache  # once

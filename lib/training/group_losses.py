@@ -76,12 +76,6 @@ def log_ratios_of(log_ratios: mx.array, tokens: mx.array, of: str) -> mx.array:
     return total / mx.maximum(tokens[..., None], 1) if of == "geometric_mean" else total
 
 
-def divergence(logps: mx.array, reference_logps: mx.array) -> mx.array:
-    """KL(pi || pi_ref) by token: exp(d) - d - 1, d = log pi_ref - log pi; GRPO, arXiv:2402.03300, eq. 4."""
-    difference = reference_logps - logps
-    return mx.expm1(difference) - difference
-
-
 def group_loss(train: TrainSettings, groups: Groups) -> tuple[mx.array, dict[str, mx.array]]:
     """(losses, sums): float32 [b, K], each completion's, summed over its tokens; and sums by the names in `SUMS`. A
     token's loss is -min(rho A, clip(rho, 1 - epsilon, 1 + epsilon_high) A) + beta KL, GRPO, arXiv:2402.03300, eq. 3;
@@ -96,7 +90,8 @@ def group_loss(train: TrainSettings, groups: Groups) -> tuple[mx.array, dict[str
     per_token = -mx.minimum(ratio * scale, clipped * scale)
     kl = mx.zeros_like(groups.logps)
     if groups.reference_logps is not None:
-        kl = mx.where(mask, divergence(groups.logps, groups.reference_logps), 0.0)
+        difference = groups.reference_logps - groups.logps  # KL(pi || pi_ref) by token: arXiv:2402.03300, eq. 4
+        kl = mx.where(mask, mx.expm1(difference) - difference, 0.0)
         per_token = per_token + train.beta * kl
     losses = mx.where(mask, per_token, 0.0).sum(axis=-1)
     completions = counted.sum()

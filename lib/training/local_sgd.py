@@ -26,7 +26,7 @@ from lib.errors import Stopped
 from lib.model import adapter_files
 from lib.plan.plan import ClusterPlan
 from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, distribute_work
-from lib.plan.strategy import FIRST_STEPS, default_merge, longest_round, measures_merges, steps_per_round
+from lib.plan.strategy import FIRST_STEPS, longest_round, measures_merges, steps_per_round
 from lib.training.checkpoint import CheckpointWriter, Progress, RankArrays, flat_state
 from lib.training.merging import Merger, to_ranks
 from lib.training.step import StepRecord
@@ -197,7 +197,9 @@ class LocalSGD:
         self.merger, self.world, self.lengths, self.whole = merger, merger.world, lengths, whole
         self.seed, self.batch_size, (self.first_step, self.steps) = train.seed, train.global_batch_size, span
         independent, several = merger.settings, merger.world.size > 1
-        self.method = independent.merge or default_merge(independent, merger.model_settings)
+        # The mean of LoRA's factors is good enough for short rounds alone.
+        has_long_rounds = merger.model_settings.method == "lora" and independent.pairs_per_round is not None
+        self.method = independent.merge or ("svd" if has_long_rounds else "average")
         self.ranks = RankSpeeds(plan, follows=settings.replan and settings.shares is None and several)
         self.round: Round | None = None  # None between rounds
         self.saved_whole = 0  # the step of the last checkpoint at a round's end
