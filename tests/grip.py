@@ -6,14 +6,14 @@ from typing import Any
 
 
 def identities(module: str) -> dict[str, Any]:
-    """The attributes of a module, and of the classes that it defines, by dotted name."""
+    """The attributes of a module, and of its project's classes there, by dotted name."""
     found: dict[str, Any] = {}
     loaded = importlib.import_module(module)
     for name, value in vars(loaded).items():
         if name.startswith("__") or isinstance(value, types.ModuleType):
             continue
         found[name] = value
-        if isinstance(value, type) and value.__module__ == module:
+        if isinstance(value, type) and value.__module__.split(".")[0] == module.split(".")[0]:
             found.update({f"{name}.{key}": part for key, part in vars(value).items() if callable(part)})
     return found
 

@@ -91,7 +91,7 @@ def test_plan_is_pure() -> None:
 # What the tree holds today, and may not exceed; the aim stands behind. Who brings a number down lowers it here.
 BUDGET = {
     "lines": 29_855,  # of lib/, train.py and launch: 20,000
-    "nodes": 286_613,  # of their syntax trees: 160,000
+    "nodes": 286_612,  # of their syntax trees: 160,000
     "tests": 18_000,  # lines: 18,000
     "benchmarks": 4_000,  # lines: 4,000
     "benchmark files": 19,  # 20
@@ -160,9 +160,7 @@ def test_few_functions_take_the_whole_configuration() -> None:
         for path, tree in TREES.items()
         if path.parent.name != "config"
         for function in functions(tree)
-        if any(
-            argument.annotation and ast.unparse(argument.annotation) == "Config" for argument in parameters(function)
-        )
+        if any(re.search(r"\bConfig\b", ast.unparse(part.annotation or part)) for part in parameters(function))
     ]
     assert len(taking) <= BUDGET["config"], taking
 
@@ -199,29 +197,42 @@ def test_the_words_are_the_field_s() -> None:
 
 
 def test_other_projects_are_changed_in_one_file() -> None:
-    for path, node in ((path, node) for path, tree in TREES.items() for node in ast.walk(tree)):
-        if isinstance(node, ast.Attribute):
-            assert node.attr not in ("meta_path", "dup2", "syscall"), f"{path}:{node.lineno}"
+    grips = {"meta_path", "dup2", "syscall"}
+    debts = {"_process_sequence"}  # model/patches.py: Mamba's blocks take many tokens in no other method
+    for path, tree in TREES.items():
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        of_mlx_lm = [alias for node in imports if (node.module or "").split(".")[0] == "mlx_lm" for alias in node.names]
+        theirs = {"mlx_lm", *(alias.asname or alias.name for alias in of_mlx_lm)}
+        found = {alias.name for node in imports for alias in node.names} & grips
+        found |= {alias.name for alias in of_mlx_lm if alias.name.startswith("_")}
+        for node in (node for node in ast.walk(tree) if isinstance(node, ast.Attribute)):
             is_set = isinstance(node.ctx, ast.Store) and node.attr in ("__class__", "__call__")
-            assert not is_set, f"{path}:{node.lineno}"
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mlx_lm":
-            private = [alias.name for alias in node.names if alias.name.startswith("_")]
-            assert not private, f"{path}: private names of mlx_lm: {private}"
+            is_private = ast.unparse(node.value).split(".")[0] in theirs and re.match(r"_(?!_)", node.attr)
+            if node.attr in grips or is_set or (is_private and node.attr not in debts):
+                found.add(f"{node.attr}, line {node.lineno}")
+        assert not found, f"{path}: {found}"
 
 
 def test_nothing_of_other_projects_is_changed_but_by_patches() -> None:
-    """After a training, the attributes of other projects' modules and classes are those of a fresh import, or listed."""
+    """After a training and a served answer, the attributes of other projects' modules and classes are those of a fresh import, or listed."""
     code = """
-import importlib, json, sys
+import json, queue, sys
 from pathlib import Path
 from lib.system import mpi_and_blas
 mpi_and_blas.prepare()
-from tests import grip, tiny
+from tests import grip
 names = ["mlx.core", "mlx.nn", "mlx_lm.models.base", "mlx_lm.models.llama", "mlx_lm.models.cache", "mlx_lm.tuner.lora", "transformers.tokenization_utils_base", "starlette.applications"]
 before = {name: grip.identities(name) for name in names}
-import train
+import mlx_lm, train
+from tests import tiny
 folder = Path(sys.argv[1])
 status = train.main([*tiny.settings(folder, train__steps=2), "--config", str(tiny.config_file(folder))])
+from lib.serve import app, generation, requests
+server, answers = generation.Generator(lambda: (*mlx_lm.load("configs/quickstart/model"), [2]), 4), queue.Queue()
+server.start()
+server.submit(generation.Generation("any", [5, 6, 7], 4, requests.TextRequest(prompt="x"), answers.put))
+answers.get(timeout=60)
+server.close()
 from lib.model import patches
 changed = [f"{name}.{key}" for name in names for key in grip.changes(before[name], grip.identities(name))]
 print(json.dumps({"status": status, "changed": [key for key in changed if key.rpartition('.')[2] not in patches.PATCHED]}))

@@ -45,10 +45,7 @@ CASES = [
     ("sft + simpo", {"beta": 2.0}),
 ]
 # Sums of losses, arXiv:2411.10442 first.
-TERMS = {
-    "mpo": (("sigmoid", 0.8), ("bco_pair", 0.2), ("sft", 1.0)),
-    "sft + simpo": (("sft", 0.5), ("simpo", 1.0)),
-}
+TERMS = {"mpo": (("sigmoid", 0.8), ("bco_pair", 0.2), ("sft", 1.0)), "sft + simpo": (("sft", 0.5), ("simpo", 1.0))}
 
 Pair = tuple[float, float, float, float, int, int]  # policy w, l; reference w, l; tokens w, l
 

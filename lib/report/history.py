@@ -196,7 +196,7 @@ def figures(run: RunHistory, now: float) -> RunFigures:
     ranks = [_rank_figures(who, table, plan) for who, table in present.items()]
     times = [event["time"] for event in (*events[:1], *events[-1:])]
     times += [time for table in series.values() for time in table.of("time")[[0, -1]]]
-    first, last = (min(times), max(times)) if times else (0.0, 0.0)
+    first, last = min(times, default=0.0), max(times, default=0.0)
     ends = [event for event in events if event["kind"] == "end" and event["time"] > start.get("time", 0.0)]
     silent = now - last > max(SILENT_SECONDS, 20 * max((rank["seconds"] for rank in ranks), default=0.0))
     steps = total if isinstance(total := start.get("steps"), int) else None
@@ -208,7 +208,7 @@ def figures(run: RunHistory, now: float) -> RunFigures:
     sums = {name: sum(rank[name] for rank in ranks) for name in ("pairs_per_second", *ARITHMETIC[:-1])}
     rate = sum(rank["computed_tflops"] / rank["matrix_rate_share"] for rank in ranks if rank["matrix_rate_share"])
     summary = {
-        "steps": min(math.ceil(done), steps or math.ceil(done)),
+        "steps": math.ceil(min(done, steps or done)),
         "seconds": max((float(np.nansum(table.of("step_seconds"))) for table in series.values()), default=0.0),
         "wall_seconds": elapsed,
         "tokens_per_second": sum(rank["tokens"] / rank["seconds"] for rank in ranks if rank["seconds"]),
@@ -219,8 +219,8 @@ def figures(run: RunHistory, now: float) -> RunFigures:
         "cost": None,
         "ranks": ranks,
     }
-    if ends:  # the run's own figures count merges, too
-        summary |= {name: run.stored_summary.get(name, summary[name]) for name in ("seconds", "wall_seconds")}
+    if ends:  # the run's own figures: of all steps, and of merges
+        summary |= {name: run.stored_summary.get(name, value) for name, value in summary.items()} | {"ranks": ranks}
     with contextlib.suppress(ValidationError):  # prices of another version
         prices = CostSettings.model_validate(run.config.get("cost") or {})
         summary["cost"] = hosts_cost(hosts or [host for _, host in series], summary["wall_seconds"], prices)
