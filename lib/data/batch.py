@@ -22,11 +22,9 @@ INPUTS += ["rewards", "completion_lengths", "reward_deviations", "sampling_logps
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Examples of K completions as one stream of N tokens: b rows, the last of them padding, maybe.
-
-    First come P tokens of every prompt, row by row; then the suffix: dense, the other T tokens of each of the b * K
-    sequences, or ragged: what is left of a prompt, then its completions. Sequences come without their last token.
-    """
+    """Examples of K completions as one stream of N tokens: b rows, the last of them padding, maybe. First come P tokens
+    of every prompt, row by row; then the suffix: dense, the other T tokens of each of the b * K sequences, or ragged:
+    what is left of a prompt, then its completions. Sequences come without their last token."""
 
     rows: np.ndarray  # int64: the examples' rows in the data set, one for each row that is not padding
     prefix_length: int  # P
@@ -80,11 +78,9 @@ MicroBatch = tuple[Batch, np.ndarray | None]  # with its reference's log-probabi
 def collate(
     examples: Sequence[Example], length_multiple: int, shared_prompts: bool, shapes: Sequence[BatchShape] = ()
 ) -> Batch:
-    """One micro-batch, padded to the first of `shapes` that holds it; to one of its own, where none does.
-
-    Padding is on the right; rows of padding come last. Scored are the learnt tokens, but not the first one after an
-    empty prompt: no position comes before it.
-    """
+    """One micro-batch, padded to the first of `shapes` that holds it; to one of its own, where none does. Padding is on
+    the right; rows of padding come last. Scored are the learnt tokens, but not the first one after an empty prompt: no
+    position comes before it."""
     assert examples, "a rank without rows has no batch"
     seen = np.array([[len(e.prompt_ids) + len(completion) - 1 for completion in e.completions] for e in examples])
     counts = np.array([[*map(len, e.scored_indices)] for e in examples])

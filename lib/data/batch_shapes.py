@@ -97,10 +97,8 @@ def real_tokens(prompts: np.ndarray, seen: np.ndarray) -> np.ndarray:
 
 
 def batch_shape_of(needs: np.ndarray, completions: int, length_multiple: int, shared_prompts: bool) -> BatchShape:
-    """The cheapest shape for all of some micro-batches, NEED [m]; whole rows, unless shared_prompts.
-
-    P is a multiple of length_multiple; T, N, M and C are padded to rungs of a ladder (pad_length).
-    """
+    """The cheapest shape for all of some micro-batches, NEED [m]; whole rows, unless shared_prompts. P is a multiple of
+    length_multiple; T, N, M and C are padded to rungs of a ladder (pad_length)."""
     rows, longest = int(needs["rows"].max()), int(needs["longest"].max())
     scored = pad_length(int(needs["scored"].max()), length_multiple, 64)
     width = pad_length(int(needs["widest"].max()), length_multiple, 8)
@@ -129,12 +127,10 @@ def few_shapes(
     shared_prompts: bool,
     trace: TraceCost = TraceCost(),
 ) -> list[BatchShape]:
-    """At most `most` shapes, the cheapest first, that every micro-batch can be padded to at little cost.
-
-    needs: NEED, the micro-batches of some epochs. largest: what no micro-batch needs more than. They are put in order
-    and cut into groups so that the cost of all and of the traces is least (dynamic programming). Each shape serves the
-    first epoch.
-    """
+    """At most `most` shapes, the cheapest first, that every micro-batch can be padded to at little cost. needs: NEED,
+    the micro-batches of some epochs. largest: what no micro-batch needs more than. They are put in order and cut into
+    groups so that the cost of all and of the traces is least (dynamic programming). Each shape serves the first
+    epoch."""
     together = np.concatenate(needs)
     together["widest"] = largest["widest"]  # costs nothing, and is one thing less that may not fit
     size = together["tokens"] if shared_prompts else together["rows"] * together["longest"]

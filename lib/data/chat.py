@@ -67,10 +67,8 @@ def has_reasoning(message: Message) -> bool:
 
 
 def lost(message: Message, text: str, is_earlier: bool = False) -> str | None:
-    """What of a message is not in its conversation's text, in words; None for nothing.
-
-    is_earlier: of an answer in the prompt, whose thinking need not be shown again.
-    """
+    """What of a message is not in its conversation's text, in words; None for nothing. is_earlier: of an answer in the
+    prompt, whose thinking need not be shown again."""
     content, role = message.get("content"), message["role"]
     if role != "assistant":
         if isinstance(content, str) and not _is_in(content.strip(), text):
@@ -244,9 +242,7 @@ class ChatTemplate:
 
     def _with_thinking(self, rendering: Rendering) -> Rendering:
         """With the answers' thinking, where the prompt opens a block for it and the template drops it from all answers.
-
-        DeepSeek-R1's and QwQ's do: they are made for prompts alone.
-        """
+        DeepSeek-R1's and QwQ's do: they are made for prompts alone."""
         chat, prompt, wholes = rendering.chat, rendering.prompt, [*rendering.wholes]
         opened = OPENED_THINKING.search(prompt)
         plain = self.apply_or_none(chat, [*chat.prompt, assistant_message(SENTINEL)]) or ""

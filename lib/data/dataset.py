@@ -188,13 +188,10 @@ def load_dataset(
     held_out: bool | None = None,
     tell: Callable[[str], None] = sources.silent,
 ) -> Dataset:
-    """Read, tokenise, truncate and check the records of `path`, or of several sources with their weights.
-
-    kind: `sft` takes the chosen one of pairs. held_out: which side of data.holdout; None for all rows. vocabulary: its
-    eos_token_id ends each completion that its template has not ended; ids and rows beyond its sizes are refused.
-    Raises UserError: a file cannot be read, is empty, has text without a tokenizer or, without data.skip_invalid, a bad
-    record.
-    """
+    """Read, tokenise, truncate and check the records of `path`, or of several sources with their weights. kind: `sft`
+    takes the chosen one of pairs. held_out: which side of data.holdout; None for all rows. vocabulary: its eos_token_id
+    ends each completion that its template has not ended; ids and rows beyond its sizes are refused. Raises UserError: a
+    file cannot be read, is empty, has text without a tokenizer or, without data.skip_invalid, a bad record."""
     tokenisation = Tokenisation.of(settings, kind, tokenizer, vocabulary)
     records, numbers = sources.open_sources(path, settings, kind, held_out, tell)
     dataset = tokenisation.dataset(" + ".join(sources.weights_of(path)), records, numbers)
@@ -334,11 +331,9 @@ def pack(kind: RecordKind, pieces: Pieces, labels: np.ndarray | None) -> tuple[n
 
 
 def partners(prompt_keys: np.ndarray, name: str) -> np.ndarray:
-    """For each row the one whose completion it gets: int64 [n], always of another prompt.
-
-    Rows are put into an order drawn from their number; each gets the next one, cyclically, that has another prompt.
-    prompt_keys: [n], equal for rows of the same prompt. Raises UserError: all rows have the same prompt.
-    """
+    """For each row the one whose completion it gets: int64 [n], always of another prompt. Rows are put into an order
+    drawn from their number; each gets the next one, cyclically, that has another prompt. prompt_keys: [n], equal for
+    rows of the same prompt. Raises UserError: all rows have the same prompt."""
     count = len(prompt_keys)
     draws = np.random.Philox(np.random.SeedSequence([count])).random_raw(count)
     order = np.argsort(draws, kind="stable")

@@ -43,9 +43,7 @@ class Split(NamedTuple):
 
 def fetch(address: str, cache_dir: str, tell: Callable[[str], None]) -> list[Path]:
     """The files of a data set's split on this disk, fetched where they are missing; of ?rows=N the first N records.
-
-    Raises UserError: no such data set, configuration or split; the message names what there is.
-    """
+    Raises UserError: no such data set, configuration or split; the message names what there is."""
     with _reaching(address):
         split, options = _open_split(address)
         tell(f"fetching {address}: {len(split.files):,} files")
@@ -126,10 +124,8 @@ def opened_parquet(address: str, url: str) -> Iterator[Any]:
 
 
 def parquet_files(address: str) -> dict[str, str]:
-    """Names and places of a split's parquet files, not fetched, or of those that the hub has made of other files.
-
-    None where there are none, or rows=N takes a few. Raises UserError: as `fetch`.
-    """
+    """Names and places of a split's parquet files, not fetched, or of those that the hub has made of other files. None
+    where there are none, or rows=N takes a few. Raises UserError: as `fetch`."""
     from huggingface_hub.errors import HfHubHTTPError
 
     with _reaching(address):

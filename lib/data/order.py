@@ -33,12 +33,10 @@ def epoch_order(
     window: int = LENGTH_WINDOW,
     segments: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Every row of the data set once, in the order of this epoch: int64 [n].
-
-    Rows are permuted; each `window` of global batches is sorted by length; then the batches are shuffled. The ragged
-    batch comes last. lengths: int [n], what the model sees of each row. segments: int64 [m + 1], bounds of rows that
-    stand together (row groups); None for all rows in one.
-    """
+    """Every row of the data set once, in the order of this epoch: int64 [n]. Rows are permuted; each `window` of global
+    batches is sorted by length; then the batches are shuffled. The ragged batch comes last. lengths: int [n], what the
+    model sees of each row. segments: int64 [m + 1], bounds of rows that stand together (row groups); None for all rows
+    in one."""
     if segments is not None:
         draws = np.random.Philox(np.random.SeedSequence([seed, epoch, 1])).random_raw(len(segments) - 1)
         parts = []
@@ -85,11 +83,9 @@ def divide_rows(count: int, shares: Sequence[int]) -> np.ndarray:
 
 
 def split(rows: np.ndarray, lengths: np.ndarray, shares: Sequence[int]) -> list[np.ndarray]:
-    """This step's rows of every rank: disjoint, together all of `rows`, each ascending in length.
-
-    rows: int64 [n]. lengths: int [dataset]. shares: rows per rank of a full batch. Ranks are interleaved along the
-    sorted lengths, and then exchange rows until their lengths add up to their shares.
-    """
+    """This step's rows of every rank: disjoint, together all of `rows`, each ascending in length. rows: int64 [n].
+    lengths: int [dataset]. shares: rows per rank of a full batch. Ranks are interleaved along the sorted lengths, and
+    then exchange rows until their lengths add up to their shares."""
     counts = divide_rows(len(rows), shares)
     # The j-th of a rank's n rows belongs at the quantile (j + 1/2) / n of the lengths.
     quantiles = np.concatenate([(np.arange(n) + 0.5) / max(n, 1) for n in counts])
@@ -127,12 +123,9 @@ def assign_micro_batches(
     micro_batch_sizes: Sequence[Sequence[int]],
     cost: Callable[[np.ndarray], float],
 ) -> tuple[list[list[np.ndarray]], list[float]]:
-    """This step's micro-batches of every rank, disjoint and together all of `rows`; and their cost by rank.
-
-    rows: int64 [n]. lengths: int [dataset]. micro_batch_sizes: of a full batch, a sequence a rank. cost: of a micro-
-    batch's rows, in proportion to its time. Neighbours in length share a micro-batch, or are mixed: what ends the step
-    sooner.
-    """
+    """This step's micro-batches of every rank, disjoint and together all of `rows`; and their cost by rank. rows: int64
+    [n]. lengths: int [dataset]. micro_batch_sizes: of a full batch, a sequence a rank. cost: of a micro- batch's rows,
+    in proportion to its time. Neighbours in length share a micro-batch, or are mixed: what ends the step sooner."""
     assert len(rows), "a step has rows"
     shares = [sum(sizes) for sizes in micro_batch_sizes]
     counts = divide_rows(len(rows), shares).tolist()
@@ -156,10 +149,8 @@ def assign_micro_batches(
 def assign_neighbours(
     ascending: np.ndarray, sizes: Sequence[Sequence[int]], weights: np.ndarray, cost: Callable[[np.ndarray], float]
 ) -> tuple[list[list[np.ndarray]], list[float]]:
-    """Micro-batches of neighbours, interleaved along the lengths in proportion to the ranks' counts.
-
-    Then micro-batches of one size are exchanged, while that helps the rank that costs most for its weight.
-    """
+    """Micro-batches of neighbours, interleaved along the lengths in proportion to the ranks' counts. Then micro-batches
+    of one size are exchanged, while that helps the rank that costs most for its weight."""
     middles = sorted(  # (the quantile of its middle, rank, rows)
         ((end - size / 2) / sum(of_rank), rank, size)
         for rank, of_rank in enumerate(sizes)

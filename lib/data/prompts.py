@@ -57,10 +57,8 @@ def prompt_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> str | l
 def ids_of(
     parsed: Record | Unusable, encoder: Encoder | None, limits: Vocabulary, max_tokens: int, setting: str
 ) -> list[int]:
-    """The tokens that a model is sent for a parsed prompt, tools and template arguments included.
-
-    Raises Unusable: the model, of these limits, cannot answer it with max_tokens, which that setting says.
-    """
+    """The tokens that a model is sent for a parsed prompt, tools and template arguments included. Raises Unusable: the
+    model, of these limits, cannot answer it with max_tokens, which that setting says."""
     if isinstance(parsed, Unusable):
         raise parsed
     if isinstance(parsed, Tokens):
@@ -92,10 +90,8 @@ def load_questions(
     tokenizer: Tokenizer | None,
     limits: Vocabulary = NO_LIMITS,
 ) -> list[Question]:
-    """The records of evaluate.answers, at most evaluate.answers_limit. limits: of the model that answers.
-
-    Raises UserError: a record without a prompt or an answer, or a prompt that the model cannot answer; no tokenizer.
-    """
+    """The records of evaluate.answers, at most evaluate.answers_limit. limits: of the model that answers. Raises
+    UserError: a record without a prompt or an answer, or a prompt that the model cannot answer; no tokenizer."""
     if (path := evaluate.answers) is None:
         return []
     if tokenizer is None:
@@ -171,10 +167,8 @@ class Prompts(Sized):
         return []
 
     def of_round(self, number: int, count: int, seed: int) -> list[int]:
-        """The prompts of a round, the first being 1, the longest first.
-
-        All are permuted; one round after the other takes `count`, until there are not so many left.
-        """
+        """The prompts of a round, the first being 1, the longest first. All are permuted; one round after the other
+        takes `count`, until there are not so many left."""
         epoch, index = divmod(number - 1, len(self) // count)
         source = np.random.Philox(np.random.SeedSequence([seed, epoch, 0x726F756E]))
         taken = np.argsort(source.random_raw(len(self)), kind="stable")[index * count : (index + 1) * count]
@@ -192,9 +186,7 @@ def open_prompts(
     limits: Vocabulary = NO_LIMITS,
 ) -> Prompts:
     """The prompts of some sources, tokenised. completions: of a row that is trained. held_out: see `load_dataset`.
-
-    Raises UserError: a file cannot be read, or, unless settings.skip_invalid, a prompt cannot be used.
-    """
+    Raises UserError: a file cannot be read, or, unless settings.skip_invalid, a prompt cannot be used."""
     name, most = " + ".join(sources.unweighted(source, "prompts")), rollouts.max_tokens
     records, rows = sources.open_sources(source, settings, "prompt", held_out, tell)
     tokenisation = Tokenisation(settings, "prompt", encoder, limits)

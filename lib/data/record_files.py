@@ -29,11 +29,9 @@ Line = tuple[int, int, bytes, JSON | Unusable]
 
 
 def read(path: str) -> Iterator[tuple[int, JSON | Unusable]]:
-    """Yield (line, record) in a file's order; a broken line yields the reason in the record's place.
-
-    Lines count from 1: text lines of JSON lines and CSV, rows of tables, items of a list. A file that is damaged in
-    the middle yields the reason there, and ends. Raises UserError: the file cannot be opened.
-    """
+    """Yield (line, record) in a file's order; a broken line yields the reason in the record's place. Lines count from
+    1: text lines of JSON lines and CSV, rows of tables, items of a list. A file that is damaged in the middle yields
+    the reason there, and ends. Raises UserError: the file cannot be opened."""
     require(Path(path))
     for line, _, _, record in scan(Path(path)):
         yield line, record

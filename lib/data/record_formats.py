@@ -65,10 +65,8 @@ class Plain:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation: the messages of the prompt, and for each completion the messages that follow it.
-
-    A content is a string, or None beside tool_calls. The arguments of a call are an object, never JSON text.
-    """
+    """A conversation: the messages of the prompt, and for each completion the messages that follow it. A content is a
+    string, or None beside tool_calls. The arguments of a call are an object, never JSON text."""
 
     prompt: list[Message]  # Empty where the first message is learnt (data.learn=all)
     completions: tuple[list[Message], ...]  # Each ends with an assistant's message; mostly that is all of it
@@ -301,9 +299,7 @@ class Format(NamedTuple):
 
 def transcript(text: Any) -> Any:
     """Anthropic's "\\n\\nHuman: ... \\n\\nAssistant: ..." and HelpSteer's "<extra_id_1>User\\n..." as messages.
-
-    Anything else as it is. An assistant's turn at the end that is empty is none.
-    """
+    Anything else as it is. An assistant's turn at the end that is empty is none."""
     if not isinstance(text, str):
         return text
     if re.match(r"\s*Human:", text) and "\n\nAssistant:" in text:
@@ -552,10 +548,8 @@ def _missing(record: JSON, columns: Columns, kind: RecordKind) -> str:
 
 
 def parse(record: JSON, columns: Columns, kind: RecordKind) -> Record:
-    """The record's prompt and completions: (chosen, rejected), one for SFT or a label, none for a prompt.
-
-    The first form wins: token ids; prompt and completion; messages; a published format; text; for SFT a pair's better.
-    """
+    """The record's prompt and completions: (chosen, rejected), one for SFT or a label, none for a prompt. The first
+    form wins: token ids; prompt and completion; messages; a published format; text; for SFT a pair's better."""
     if (names := _token_columns(record, kind)) is not None:
         tokens = _parse_tokens(record, names)
         for name in record.keys() - {*columns[:6], *columns.ignore}:
@@ -587,10 +581,8 @@ def parse(record: JSON, columns: Columns, kind: RecordKind) -> Record:
 
 
 def rows_of(record: JSON | Unusable, columns: Columns, kind: RecordKind) -> Sequence[Record | Unusable]:
-    """The form of each row that a record gives, or why it has none.
-
-    It gives one; of a pair two, where labels are wanted: chosen is desirable, rejected is not.
-    """
+    """The form of each row that a record gives, or why it has none. It gives one; of a pair two, where labels are
+    wanted: chosen is desirable, rejected is not."""
     try:
         if isinstance(record, Unusable):
             return [record]
@@ -748,9 +740,7 @@ def _check_completion(text: str, name: str) -> str:
 
 def _split(messages: list[Message], learn: str, name: str) -> Parts:
     """A conversation's messages before the first learnt one, those up to the last, and which of these are learnt.
-
-    learn: see data.learn. Weights 0 and 1 of messages (OpenAI's) decide, where there are any. Raises Unusable.
-    """
+    learn: see data.learn. Weights 0 and 1 of messages (OpenAI's) decide, where there are any. Raises Unusable."""
     if len(messages) < 2:
         raise Unusable(f"column {name!r} has one message; it needs a prompt and an answer")
     if learn != "all" and messages[-1]["role"] != "assistant":
@@ -776,10 +766,8 @@ def bounds_of(flags: list[bool]) -> tuple[int, int]:
 
 
 def _answers(draft: Draft, columns: Columns) -> Parts:
-    """The messages of the prompt, those of each completion, and which of these are learnt: the model's.
-
-    Of two whole conversations the common leading messages are the prompt, and a prompt's column has to be among them.
-    """
+    """The messages of the prompt, those of each completion, and which of these are learnt: the model's. Of two whole
+    conversations the common leading messages are the prompt, and a prompt's column has to be among them."""
     both = zip(draft.completions, draft.names, strict=True)
     answers = [_as_messages(answer, "assistant", name, columns) for answer, name in both]
     are_whole = answers and all(answer[0]["role"] != "assistant" for answer in answers)

@@ -133,10 +133,8 @@ def _stamp(file: Path) -> list[int]:
 
 
 def index(file: Path, cache_dir: str, columns: Columns, kind: RecordKind, tell: Tell) -> Index:
-    """The index of a file, made where there is none, or the file has changed.
-
-    Raises UserError: the file cannot be read. OSError: data.cache_dir is full or not writable.
-    """
+    """The index of a file, made where there is none, or the file has changed. Raises UserError: the file cannot be
+    read. OSError: data.cache_dir is full or not writable."""
     stamp = [*_stamp(file), file.stat().st_ctime_ns]
     folder = record_files.cached(cache_dir, "index", repr((str(file.resolve()), kind, columns, VERSION)))
     tell = tell if stamp[0] > STREAMED_BYTES else silent
@@ -237,10 +235,8 @@ def weights_of(train: str | Mapping[str, float]) -> dict[str, float]:
 
 
 def with_splits(settings: DataSettings, tell: Tell = silent, holds_out: bool = True) -> DataSettings:
-    """The settings with the files of data.train=DIR whose names say train, valid or test.
-
-    Train is trained, or what has no such name; valid is held out, unless settings say what is; the rest is left.
-    """
+    """The settings with the files of data.train=DIR whose names say train, valid or test. Train is trained, or what has
+    no such name; valid is held out, unless settings say what is; the rest is left."""
     folder = Path(settings.train) if isinstance(settings.train, str) else None
     if folder is None or not folder.is_dir():
         return settings
@@ -347,9 +343,7 @@ def open_records(paths: Sequence[Path], settings: DataSettings, kind: RecordKind
 
 def require_usable(name: str, unusable: Sequence[str], count: int, usable: int, skip_invalid: bool) -> None:
     """Raises UserError where records are unusable, unless data.skip_invalid leaves them out; or where none is left.
-
-    unusable: `file:line: why`, of `count` records the first few.
-    """
+    unusable: `file:line: why`, of `count` records the first few."""
     if unusable and not usable:
         raise UserError(f"{unusable[0]}; none of its {count:,} records can be used: fix the file")
     if unusable and not skip_invalid:
@@ -365,12 +359,10 @@ def require_usable(name: str, unusable: Sequence[str], count: int, usable: int, 
 def open_sources(
     train: str | Mapping[str, float], settings: DataSettings, kind: RecordKind, held_out: bool | None, tell: Tell
 ) -> tuple[Records, np.ndarray]:
-    """The records of some sources, and the numbers of those that are a data set's rows, int64 [n].
-
-    Duplicates go first, then the other side of the holdout, then each source's rows are repeated by its weight: 2.5
-    takes all of them twice, and half of them, chosen by hash, once more. held_out: the side of data.holdout, True for
-    the held-out rows, which are not repeated; None for all rows. Raises UserError: no row is left; as `open_records`.
-    """
+    """The records of some sources, and the numbers of those that are a data set's rows, int64 [n]. Duplicates go first,
+    then the other side of the holdout, then each source's rows are repeated by its weight: 2.5 takes all of them twice,
+    and half of them, chosen by hash, once more. held_out: the side of data.holdout, True for the held-out rows, which
+    are not repeated; None for all rows. Raises UserError: no row is left; as `open_records`."""
     weights, holdout = weights_of(train), settings.holdout
     paths = [files_of(source, settings.cache_dir, tell) for source in weights]
     records = open_records(list(itertools.chain(*paths)), settings, kind, tell)

@@ -39,11 +39,9 @@ def open_training(
     mismatched: bool = False,
     vocabulary: Vocabulary = NO_LIMITS,
 ) -> Data:
-    """data.train without what is held out: in memory, or, from 64 MB on (data.streaming), as it is needed.
-
-    mismatched: whether each row gets another prompt's completion, too. Raises UserError: as `load_dataset`; of a
-    streamed data set, for faults that show without tokens or in a sample.
-    """
+    """data.train without what is held out: in memory, or, from 64 MB on (data.streaming), as it is needed. mismatched:
+    whether each row gets another prompt's completion, too. Raises UserError: as `load_dataset`; of a streamed data set,
+    for faults that show without tokens or in a sample."""
     settings = sources.with_splits(settings, tell)
     train, tokenisation = settings.train, Tokenisation.of(settings, kind, tokenizer, vocabulary)
     if settings.streaming and isinstance(train, str) and train.startswith(hub.PREFIX):
@@ -116,10 +114,8 @@ def open_held_out(
 
 
 class RowGroups:
-    """Parquet files of a hub data set as records, fetched to data.cache_dir a row group at a time.
-
-    Rows of one group stand together in an epoch's order; all rows count as long as a sample of the first group.
-    """
+    """Parquet files of a hub data set as records, fetched to data.cache_dir a row group at a time. Rows of one group
+    stand together in an epoch's order; all rows count as long as a sample of the first group."""
 
     unusable: tuple[str, ...] = ()
     unusable_count = 0
@@ -173,10 +169,8 @@ class RowGroups:
 
 
 class StreamedDataset(Sized):
-    """Rows of indexed records; each is read, tokenised, truncated and checked when it is asked for.
-
-    rows: int64 [n], the record of each row. Raises UserError: no tokenizer; a bad row in the sample.
-    """
+    """Rows of indexed records; each is read, tokenised, truncated and checked when it is asked for. rows: int64 [n],
+    the record of each row. Raises UserError: no tokenizer; a bad row in the sample."""
 
     is_estimated = True
     unwanted_count = 0  # Rows that a filter by length has left out so far
@@ -227,9 +221,7 @@ class StreamedDataset(Sized):
 
     def examples(self, rows: Sequence[int]) -> list[Example]:
         """The examples of some rows, without those that turn out to be unusable or are filtered: counted, and named.
-
-        Raises UserError: a row cannot be used, unless data.skip_invalid; a file has changed.
-        """
+        Raises UserError: a row cannot be used, unless data.skip_invalid; a file has changed."""
         labels = [None if self.labels is None else bool(self.labels[row]) for row in rows]
         each = zip(rows, map(self._read, rows), labels, strict=True)
         return [Example.of(row, pieces, label) for row, pieces, label in each if pieces is not None]
@@ -256,10 +248,8 @@ class StreamedDataset(Sized):
 
 
 def _estimated(characters: np.ndarray, tokens: np.ndarray, of_characters: np.ndarray, max_length: int) -> np.ndarray:
-    """Tokens of every row's pieces after truncation, by proportion: int32 [n, 1 + K].
-
-    characters: int64 [n, 1 + K]. tokens, of_characters: int64 [1 + K], what a sample came to.
-    """
+    """Tokens of every row's pieces after truncation, by proportion: int32 [n, 1 + K]. characters: int64 [n, 1 + K].
+    tokens, of_characters: int64 [1 + K], what a sample came to."""
     estimated = np.maximum(characters * tokens // np.maximum(of_characters, 1), 1)
     estimated[:, 0][characters[:, 0] == 0] = 0
     prompt, longest = estimated[:, 0], estimated[:, 1:].max(axis=1)

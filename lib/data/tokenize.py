@@ -63,11 +63,9 @@ def _prompt_room(prompt: int, longest: int, max_length: int) -> int:
 def truncate(
     prompt: list[int], completions: list[list[int]], max_length: int, bos_token_id: int | None
 ) -> tuple[list[int], list[list[int]], bool]:
-    """Fit prompt + each completion into max_length tokens: (prompt, completions, whether anything was cut).
-
-    The prompt is cut at its beginning, except for a leading BOS; a quarter of max_length is kept for it. A completion
-    longer than the rest is cut at its end, and has no end token. All completions share one prompt.
-    """
+    """Fit prompt + each completion into max_length tokens: (prompt, completions, whether anything was cut). The prompt
+    is cut at its beginning, except for a leading BOS; a quarter of max_length is kept for it. A completion longer than
+    the rest is cut at its end, and has no end token. All completions share one prompt."""
     longest = max(map(len, completions))
     if len(prompt) + longest <= max_length:
         return prompt, completions, False
@@ -84,10 +82,8 @@ def _most_of_prompt(longest: int, max_length: int) -> int:
 
 
 def _shortened(chat: Chat, size: Callable[[Chat], int], longest: int, max_length: int) -> Chat:
-    """The chat without the oldest exchanges, then without the beginning of its last question, as far as needed.
-
-    size: tokens of a chat's prompt. longest: tokens of the longest completion.
-    """
+    """The chat without the oldest exchanges, then without the beginning of its last question, as far as needed. size:
+    tokens of a chat's prompt. longest: tokens of the longest completion."""
     questions = [index for index, message in enumerate(chat.prompt) if message["role"] == "user"]
     first, *later = questions or [0]
     opening = [m for m in chat.prompt[:first] if m["role"] in ("system", "developer")]
@@ -122,11 +118,9 @@ def _shortened(chat: Chat, size: Callable[[Chat], int], longest: int, max_length
 
 
 class Encoder:
-    """Prompts and completions ➜ token ids, through the tokenizer's chat template where there is one.
-
-    eos_token_id: ends a completion that its template has not ended; by default the tokenizer's. Raises UserError: there
-    is no end token, or data.chat_template cannot be read.
-    """
+    """Prompts and completions ➜ token ids, through the tokenizer's chat template where there is one. eos_token_id: ends
+    a completion that its template has not ended; by default the tokenizer's. Raises UserError: there is no end token,
+    or data.chat_template cannot be read."""
 
     def __init__(self, tokenizer: Tokenizer, settings: DataSettings, eos_token_id: int | None) -> None:
         self.tokenizer, self.tokens = tokenizer, TextTokens(tokenizer)
@@ -149,11 +143,9 @@ class Encoder:
 
     @cached_property
     def end_ids(self) -> set[int]:
-        """Tokens at which generation has to stop: those of the model, and the template's own end of a turn.
-
-        That is the last added token behind an answer where the model names none of them, and the first one where it
-        ends a question, too: Phi-3's <|end|>, before the <|endoftext|> that its tokenizer names.
-        """
+        """Tokens at which generation has to stop: those of the model, and the template's own end of a turn. That is the
+        last added token behind an answer where the model names none of them, and the first one where it ends a
+        question, too: Phi-3's <|end|>, before the <|endoftext|> that its tokenizer names."""
         if not self.template.is_used:
             return self._stated_ends
         added = [token for token in self._suffix(thinks=False) if token in self.tokens.added]
@@ -343,11 +335,9 @@ class Encoder:
         return [*begins, len(whole)][len(os.path.commonprefix([self.tokens.ids(prompt), of_whole]))]
 
     def _behind_header(self, prompt: str, whole: str, start: int) -> int:
-        """Where the model's own begins, of a whole that leaves the prompt's text before the answer's `start`.
-
-        That is behind the prompt's end, where the whole has it further on; else with a header that the prompt does not
-        have, unless that says no more than that there is no thinking.
-        """
+        """Where the model's own begins, of a whole that leaves the prompt's text before the answer's `start`. That is
+        behind the prompt's end, where the whole has it further on; else with a header that the prompt does not have,
+        unless that says no more than that there is no thinking."""
         common, end = self._common(prompt, whole[:start]), prompt[-HEADER_CHARACTERS:]
         at = whole.rfind(end, 0, start) + len(end)
         if end in whole[:start] and at > common:
@@ -516,10 +506,8 @@ def render_prompt(
     encoder: Encoder, messages: list[Message], tools: list[JSON] | None = None, arguments: JSON | None = None
 ) -> RenderedPrompt:
     """The prompt of a conversation, rendered by the code that renders training rows: for serving, evaluation, export.
-
     messages, tools: as OpenAI has them. arguments: further ones of the chat template. Raises UserError: the template
-    refuses it or leaves part of it out.
-    """
+    refuses it or leaves part of it out."""
     try:
         chat = Chat(
             check_messages(messages, "messages"), (), "messages", None, check_tools(tools, "tools"), arguments or {}

@@ -95,10 +95,8 @@ class TextTokens:
         return ids, begins[: len(ids)]
 
     def behind(self, text: str, start: int) -> list[int]:
-        """The ids that stand behind text[:start] in the tokens of the whole text.
-
-        Where a token reaches over `start`, the rest is tokenised as a continuation, as a model goes on from there.
-        """
+        """The ids that stand behind text[:start] in the tokens of the whole text. Where a token reaches over `start`,
+        the rest is tokenised as a continuation, as a model goes on from there."""
         head, ids = self.ids(text[:start]), self.ids(text)
         return ids[len(head) :] if ids[: len(head)] == head else self.continued(text[start:])
 

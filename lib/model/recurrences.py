@@ -126,11 +126,9 @@ CHUNK, VECTOR_CHUNK = 64, 16  # tokens; powers of two. Decays of each number tak
 def gated_delta_rule(
     q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """S_t = a_t S_{t-1} + b_t k_t (v_t - k_t^T a_t S_{t-1})^T and y_t = S_t^T q_t (arXiv:2412.06464, equation 10).
-
-    q, k: [B, T, Hk, Dk]; v: [B, T, Hv, Dv]; log_decay: float32 [B, T, Hv], or [B, T, Hv, Dk] (arXiv:2510.26692); beta:
-    [B, T, Hv]; state: float32 [B, Hv, Dv, Dk]. Gives y, [B, T, Hv, Dv], and the last state.
-    """
+    """S_t = a_t S_{t-1} + b_t k_t (v_t - k_t^T a_t S_{t-1})^T and y_t = S_t^T q_t (arXiv:2412.06464, equation 10). q,
+    k: [B, T, Hk, Dk]; v: [B, T, Hv, Dv]; log_decay: float32 [B, T, Hv], or [B, T, Hv, Dk] (arXiv:2510.26692); beta: [B,
+    T, Hv]; state: float32 [B, Hv, Dv, Dk]. Gives y, [B, T, Hv, Dv], and the last state."""
     if log_decay.ndim == 3 and has_kernel((*k.shape[2:], *v.shape[2:]), q.dtype):
         y, state = mx.fast.gated_delta_update(q, k, v, mx.exp(log_decay), beta, state)
         return y, state

@@ -275,11 +275,9 @@ def nearest_curve(curves: Sequence[BatchCurve], key: CurveKey) -> BatchCurve | N
 def curve_key(
     model: ModelSettings, record_kind: Literal["preference", "unpaired", "sft", "group"], folder: Path, length: int
 ) -> CurveKey:
-    """The key of the curve that a run with these settings needs.
-
-    The model goes by its folder's name and a digest of what its speed depends on: its architecture and which
-    layers are trained. So two hosts may keep it in different places, and two models may both be "model".
-    """
+    """The key of the curve that a run with these settings needs. The model goes by its folder's name and a digest of
+    what its speed depends on: its architecture and which layers are trained. So two hosts may keep it in different
+    places, and two models may both be "model"."""
     text = (folder / "config.json").read_text(encoding="utf-8")
     stored = json.loads(text)  # model_folder.resolve has read it
     trained = model.model_dump(include={"rank", "keys", "blocks"} if model.method != "full" else {"blocks"})

@@ -181,11 +181,9 @@ class PlanFacts:
 
 
 def prepared(facts: PlanFacts) -> tuple[PlanFacts, tuple[str, ...]]:
-    """The facts with calibrations as they hold while all ranks work, and warnings of each change.
-
-    Curves are slower as measured, else by the number of ranks that share a machine; HOST-0.json, ... (whose machine is
-    not called HOST) stand as they are, and on CUDA every rank has its own GPU.
-    """
+    """The facts with calibrations as they hold while all ranks work, and warnings of each change. Curves are slower as
+    measured, else by the number of ranks that share a machine; HOST-0.json, ... (whose machine is not called HOST)
+    stand as they are, and on CUDA every rank has its own GPU."""
     hosts, warnings, names, settings = [], list[str](), facts.names, facts.settings
     for host in facts.hosts:
         if (stored := host.calibration) is not None:

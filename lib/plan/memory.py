@@ -134,9 +134,7 @@ def step_bytes(
     shape: ModelShape, training: Training, batch: BatchShape, device: Device, weight_bytes: int
 ) -> StepBytes:
     """What a step of micro-batches of this shape needs at its largest moment, for a model or a rank's part of it.
-
-    weight_bytes: of all that is loaded, before anything is trained.
-    """
+    weight_bytes: of all that is loaded, before anything is trained."""
     gradients, largest = (4 * count for count in trained_parameters(shape, training))
     # Full training computes in float32, whatever was loaded.
     adapters = max(0.0, (1 - shape.weight_bytes / 4) * gradients) if training.method == "full" else gradients

@@ -65,9 +65,8 @@ def step_seconds(
     micro_batches: int,
 ) -> float:
     """From the first forward to the last backward. Messages of a direction follow each other; a stage works meanwhile.
-
-    forward, backward (of one micro-batch), in_flight (never more than the stage before): one a stage. hops: one a cut.
-    """
+    forward, backward (of one micro-batch), in_flight (never more than the stage before): one a stage. hops: one a
+    cut."""
     stages, free = len(forward), [0.0] * len(forward)
     orders = [deque(operations(depth, micro_batches)) for depth in in_flight]
     inputs = {(True, 0, index): 0.0 for index in range(micro_batches)}  # when the input of each pass arrives
@@ -164,10 +163,8 @@ def _stages_of(costs: CutCosts, blocks: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _bounds(costs: CutCosts, blocks: np.ndarray) -> np.ndarray:
-    """What a step of some cuts takes at most, nearly; inf where one does not fit. float64 [cuts].
-
-    One micro-batch down and back, and m - 1 times the slowest: stage, link, or way down and back over those in flight.
-    """
+    """What a step of some cuts takes at most, nearly; inf where one does not fit. float64 [cuts]. One micro-batch down
+    and back, and m - 1 times the slowest: stage, link, or way down and back over those in flight."""
     forward, backward, _, fits = _stages_of(costs, blocks)
     ways = np.array([2 * (hop.seconds + hop.latency_seconds) for hop in costs.hops] + [0.0])
     down_and_back = (forward + backward + ways)[:, ::-1].cumsum(axis=1)[:, ::-1]

@@ -311,11 +311,9 @@ def plan_cluster(
     sync_seconds: float = 0.0,
     speeds: Sequence[float] | None = None,
 ) -> ClusterPlan:
-    """Divides a global batch among ranks: as configured, else as measured, else by `speeds`, else equally.
-
-    hosts, curves (comparable ones), speeds (in any unit; for where a curve is missing): one a rank. Raises UserError:
-    the settings do not fit the world; TooLarge: a host's memory does not hold one pair.
-    """
+    """Divides a global batch among ranks: as configured, else as measured, else by `speeds`, else equally. hosts,
+    curves (comparable ones), speeds (in any unit; for where a curve is missing): one a rank. Raises UserError: the
+    settings do not fit the world; TooLarge: a host's memory does not hold one pair."""
     size, curves = len(hosts), curves or [None] * len(hosts)
     measured = [curve for curve in curves if curve is not None]
     for host, curve in zip(hosts, curves, strict=True):

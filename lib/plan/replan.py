@@ -31,11 +31,8 @@ WEIGHT_OF_USUAL = 4  # steps
 
 
 class Schedule:
-    """The plan of every step.
-
-    settings: a user's shares stand, whatever is measured. lead: a plan that is decided after step s begins at s + lead,
-    whose batches are not begun. steps: of the whole run.
-    """
+    """The plan of every step. settings: a user's shares stand, whatever is measured. lead: a plan that is decided after
+    step s begins at s + lead, whose batches are not begun. steps: of the whole run."""
 
     def __init__(self, first: ClusterPlan, settings: PlanSettings, lead: int, steps: int):
         self.plans = [(1, first)]  # each with the first step that it holds for, counted from 1
@@ -50,11 +47,9 @@ class Schedule:
         return next(plan for first, plan in reversed(self.plans) if first <= step)
 
     def observe(self, step: int, tokens: Sequence[float], compute_seconds: Sequence[float]) -> ClusterPlan | None:
-        """A new plan, if the step's tokens (or what costs as much) and seconds by rank ask for one; else None.
-
-        Every few steps the plan that is best at the median speeds is taken, if it saves more than noise explains. So
-        the first steps correct the shares, whatever the calibration said, and later ones follow what changed.
-        """
+        """A new plan, if the step's tokens (or what costs as much) and seconds by rank ask for one; else None. Every
+        few steps the plan that is best at the median speeds is taken, if it saves more than noise explains. So the
+        first steps correct the shares, whatever the calibration said, and later ones follow what changed."""
         (first, plan), speeds = self.plans[-1], self._speeds
         # A plan's first step compiles and allocates.
         if not self.is_open or step <= first or not speeds.add(plan, tokens, compute_seconds):
@@ -66,9 +61,7 @@ class Schedule:
 
     def halve(self, step: int, ranks: Sequence[int], gradient_checkpointing: bool = False) -> ClusterPlan:
         """The plan from step + lead on, once these workers ran out of memory at `step`: half the micro-batch for them.
-
-        Batches up to there are cut by each rank (`most_at`). Later plans and resumes keep to it.
-        """
+        Batches up to there are cut by each rank (`most_at`). Later plans and resumes keep to it."""
         plan = self.plans[-1][1]
         hit = range(len(plan.ranks)) if plan.divides_model else ranks
         if gradient_checkpointing:
@@ -202,10 +195,8 @@ class _Speeds:
         return [float(rate) or self._paces.get(rank, usual) for rank, rate in enumerate(rates)]
 
     def standard_error(self) -> float:
-        """Of the median of a rank's log speed relative to the others': the noisiest rank's.
-
-        A lasting change is one jump among many, and no noise.
-        """
+        """Of the median of a rank's log speed relative to the others': the noisiest rank's. A lasting change is one
+        jump among many, and no noise."""
         count = len(self._jumps)
         seen = np.median(np.array(self._jumps), axis=0).max() / 0.954 if count else 0.0  # normally distributed
         variance = (count * seen**2 + WEIGHT_OF_USUAL * USUAL_NOISE**2) / (count + WEIGHT_OF_USUAL)

@@ -140,11 +140,9 @@ def _largest_size(facts: PlanFacts, division: Division, checkpointing: bool) -> 
 
 
 def _prediction(facts: PlanFacts, plan: ClusterPlan, division: Division) -> Prediction:
-    """What a divided model gives: each rank's part of the compute, and a block's four sums, two of them backward.
-
-    Of the head a rank computes rows of the vocabulary, positions beside a frozen head, or all of one that is trained.
-    What every rank does for all hidden units is bound by memory.
-    """
+    """What a divided model gives: each rank's part of the compute, and a block's four sums, two of them backward. Of
+    the head a rank computes rows of the vocabulary, positions beside a frozen head, or all of one that is trained. What
+    every rank does for all hidden units is bound by memory."""
     shape, model, parts = facts.shape, facts.settings.model, plan.parts
     label, seconds, efficiency = f"sharded, {sum_of([f'{part.share:.0%}' for part in parts])}", None, None
     if facts.memory is not None and shape is not None and (speeds := HostSpeeds.of(facts)).are_measured:

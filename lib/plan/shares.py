@@ -149,10 +149,8 @@ class _Kinds:
         return (shares if tidy is None else tidy), seconds
 
     def _tidy_shares(self, seconds: float) -> np.ndarray | None:
-        """Shares of whole micro-batches, one measured size a host, if some fit within the tolerance.
-
-        They rest on measured times and not on interpolated ones, and each host compiles one shape.
-        """
+        """Shares of whole micro-batches, one measured size a host, if some fit within the tolerance. They rest on
+        measured times and not on interpolated ones, and each host compiles one shape."""
         limit = seconds * (1 + TIDY_TOLERANCE)
         options = []  # of each kind: {share: time}
         for kind, (curve, fixed) in enumerate(zip(self.curves, self.fixed, strict=True)):

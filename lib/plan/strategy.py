@@ -31,10 +31,8 @@ SHOWN_ALONE = 8  # single hosts in the table of predictions: the fastest ones
 
 
 def plan(facts: PlanFacts) -> ClusterPlan:
-    """The plan of a run, with the predictions of all strategies.
-
-    Raises UserError: the model fits no host, and cannot be divided; settings that do not fit world or model.
-    """
+    """The plan of a run, with the predictions of all strategies. Raises UserError: the model fits no host, and cannot
+    be divided; settings that do not fit world or model."""
     facts, warnings = prepared(facts)
     settings = facts.settings
     if settings.strategy in DIVIDED and facts.can_divide(settings.strategy):
@@ -220,9 +218,7 @@ def longest_round(steps: int, rollouts: int = 1) -> int:
 
 def steps_per_round(steps: int, merge_seconds: float, step_seconds: float, rollouts: int = 1) -> int:
     """The fewest global batches of a round with which merges take at most MERGE_COST of the time; LEAST_MERGES stands.
-
-    steps: of the whole run. merge_seconds: what a round's end takes. step_seconds: a global batch, without it.
-    """
+    steps: of the whole run. merge_seconds: what a round's end takes. step_seconds: a global batch, without it."""
     enough = math.ceil(merge_seconds * (1 / MERGE_COST - 1) / step_seconds - 1e-9)
     return min(max(1, enough), longest_round(steps, rollouts))
 

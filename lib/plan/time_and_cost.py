@@ -27,10 +27,8 @@ def calculate_training_cost(total_examples: int, throughput: float, cost_per_hou
 
 
 def hosts_cost(hosts: Sequence[str], seconds: float, cost: CostSettings) -> dict[str, Any] | None:
-    """What hosts that are held for `seconds` cost, each (`hosts`) and together; None without any price.
-
-    A host pays while it waits, too. A host of several ranks is named several times and pays once.
-    """
+    """What hosts that are held for `seconds` cost, each (`hosts`) and together; None without any price. A host pays
+    while it waits, too. A host of several ranks is named several times and pays once."""
     if not (cost.watts or cost.rent_per_hour):
         return None
     hours, each = seconds / 3600, []

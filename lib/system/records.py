@@ -241,11 +241,8 @@ def rewind(path: Path, step: int) -> int:
 
 def first_missed(path: Path, resumes: Sequence[Sequence[int]], ids: Sequence[str], index: int = 0) -> int:
     """The last step of a log that belongs to the history which a resumed run goes on with: a host that was lost and is
-    back still has the steps that the others undid without it.
-
-    resumes: one entry a resume: its step and, where ranks count their own steps, every rank's. ids: of each resume.
-    index: of this log's steps in such an entry.
-    """
+    back still has the steps that the others undid without it. resumes: one entry a resume: its step and, where ranks
+    count their own steps, every rank's. ids: of each resume. index: of this log's steps in such an entry."""
     start = Record()
     for entry in read_records(path):
         start = entry if entry["kind"] == "start" else start

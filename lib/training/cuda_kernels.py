@@ -81,8 +81,7 @@ def compiled(
     say: Callable[[str], None],
 ) -> Iterator[None]:
     """Compiles what a step on this host's GPU needs while the block runs, if no run did that here. data: whose first
-    rows have the form of all; nothing is compiled where they stream. The first rank of each of `hosts` compiles.
-    """
+    rows have the form of all; nothing is compiled where they stream. The first rank of each of `hosts` compiles."""
     is_first = hosts.index(hosts[world.rank]) == world.rank
     folder = Path(os.environ.get("MLX_PTX_CACHE_DIR", Path(tempfile.gettempdir(), "mlx", mx.__version__, "ptx")))
     if not (device() == "cuda" and is_first and is_compiled(train, world) and isinstance(data, Dataset)):

@@ -71,8 +71,8 @@ def svd(
 ) -> dict[str, np.ndarray]:
     """LoRA layers whose A B is the best approximation of the weighted mean of A B at a rank, by default the adapters'.
     Best in the Frobenius norm (Eckart and Young, 1936). A has orthogonal columns, together as large as the mean A, and
-    turned as near to it as can be (orthogonal Procrustes): an optimizer's moments keep their meaning. ranks: by layer.
-    """
+    turned as near to it as can be (orthogonal Procrustes): an optimizer's moments keep their meaning. ranks: by
+    layer."""
     merged = average(adapters, weights)
     for layer in low_rank_layers(adapters[0]):
         mean = _factors(merged, layer)[0][..., : ranks[layer] if ranks else None]
