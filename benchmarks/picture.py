@@ -1,7 +1,7 @@
 """A picture of what a command prints at a terminal: docs/plan.svg and docs/terminal.svg.
 
     python benchmarks/picture.py --output docs/terminal.svg -- .venv/bin/python train.py
-    python benchmarks/picture.py --output docs/plan.svg --until "" -- .venv/bin/mpirun -n 2 .venv/bin/python train.py --dry-run
+    python benchmarks/picture.py --output docs/plan.svg --until "m3-ultra alone" -- .venv/bin/python benchmarks/simulate.py ...
 
 --from and --until name texts of the first and the last line that is shown.
 """

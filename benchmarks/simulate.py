@@ -37,9 +37,11 @@ environment.enter()
 
 import numpy as np
 
+from lib.config.load import load  # noqa: E402
 from lib.errors import UserError  # noqa: E402
-from lib.plan import calibration  # noqa: E402
-from lib.plan.calibration import BatchCurve  # noqa: E402
+from lib.plan import calibration, strategy  # noqa: E402
+from lib.plan.calibration import BatchCurve, CurveKey, HostCalibration, Link, Machine  # noqa: E402
+from lib.plan.facts import PlanFacts, RankHost  # noqa: E402
 from lib.plan.plan import ClusterPlan, plan_cluster  # noqa: E402
 from lib.plan.shares import distribute_work, solo_pairs_per_second  # noqa: E402
 from lib.system import terminal  # noqa: E402
@@ -202,14 +204,42 @@ def divisions(row: dict[str, Any]) -> list[str]:
     return [key.removesuffix("_efficiency") for key in played]
 
 
-def show(say: Terminal, rows: Sequence[dict[str, Any]], plan: ClusterPlan) -> None:
-    """The plan of a named cluster, and the played efficiencies."""
-    if len(rows) == 1:
-        ranks = plan.rows()[:32]
-        say.table(f"{plan.global_batch_size} pairs a step", list(ranks[0]), [list(rank.values()) for rank in ranks], 2)
-        say.line(plan.reason)
-        say.line(f"predicted {plan.predicted_step_seconds:.4f} s a step, efficiency {plan.efficiency:.3f}")
-        say.line("")
+def of_a_run(hosts: Sequence[str], curves: Sequence[BatchCurve], row: dict[str, Any], *words: str) -> ClusterPlan:
+    """The plan that a run would start with whose model has these curves, and its predictions of all strategies."""
+    key, ranks = CurveKey(model="model", method="lora", dtype="float32", sequence_length=1), []
+    link = Link(backend="ring", latency_seconds=row["sync_seconds"] + 1e-9, bandwidth_bytes_per_second=1e15)
+    for host, curve in zip((name.rpartition(":")[2] for name in hosts), curves, strict=True):
+        machine = Machine(host=host, device_name=host, device="metal")
+        of_host = {"curves": (curve.model_copy(update={"key": key}),), "links": (link,)}
+        ranks.append(RankHost(host, HostCalibration(machine=machine, **of_host)))
+    config = load(
+        None, ["model.path=model", "data.train=data", f"train.global_batch_size={row['global_batch_size']}", *words]
+    )
+    return strategy.plan(PlanFacts(config, ranks, key, 1, "ring", 1000))
+
+
+def show_plan(say: Terminal, plan: ClusterPlan) -> None:
+    """A named cluster's shares, and what each strategy would give."""
+    ranks, batch = plan.rows()[:32], plan.global_batch_size
+    columns = [name for name in ranks[0] if any(rank[name] not in ("-", "unknown") for rank in ranks)]
+    say.table(f"{batch} pairs a step", columns, [[rank[name] for name in columns] for rank in ranks], 2)
+    say.line("")
+    table = [
+        [
+            f"{'➜' if way.chosen else ' '} {way.strategy}",
+            f"{way.efficiency:.0%}",
+            f"{way.step_seconds:.3f} s",
+            f"{batch / way.step_seconds:.0f}",
+        ]
+        for way in plan.predictions
+        if way.efficiency and way.step_seconds
+    ]
+    say.table("strategies, as predicted; η: of what the hosts do alone, added up", ["", "η", "step", "pairs/s"], table)
+    say.line("")
+
+
+def show(say: Terminal, rows: Sequence[dict[str, Any]]) -> None:
+    """The played efficiencies."""
     table = []
     for row in rows:
         cells = [f"{row[key]:,}" for key in ("hosts", "global_batch_size", "sync_seconds", "failures")]
@@ -286,7 +316,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows.append(row)
         first = first or plans
     plan = first["given" if shares else "planned"]
-    show(say, rows, plan)
+    if settings.hosts:
+        show_plan(say, of_a_run(*clusters[0], rows[0], *([f"plan.shares={shares}"] if shares else ())))
+    show(say, rows)
     result = {
         "hosts": clusters[0][0] if settings.hosts else None,
         "global_batch_size": plan.global_batch_size,
