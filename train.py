@@ -72,7 +72,7 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
         run.counted_until = launched
 
         # Reference: the policy before training, or another model.
-        references = run.compute_references(say.counting)
+        of_rows, of_held_out = run.compute_references(say.counting)
 
         # Resume: weights, optimizer, position and counters of the last good checkpoint.
         if resume:
@@ -81,11 +81,11 @@ def train(config: Config, world: World, resume: bool, dry_run: bool, measure: bo
         say.record_in(run.tracker, run.progress.step, each_rank=run.local_sgd is not None)
 
         # Training: once in a while the model is evaluated, and a checkpoint is written.
-        evaluator = Evaluator(run, references.valid)
+        evaluator = Evaluator(run, of_held_out)
         if config.rollouts.rounds:
             loop = rounds.train(run, evaluator)
         else:
-            loop = TrainingLoop(run, references.data, evaluator)
+            loop = TrainingLoop(run, of_rows, evaluator)
             if run.is_new:
                 loop.evaluate_before()
                 evaluator.show("before")

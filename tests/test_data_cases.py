@@ -15,7 +15,7 @@ from lib.data.groups import load_groups
 from lib.data.record_formats import Columns, Plain, Unusable, answer_text, parse
 from lib.data.sources import require_apart, with_splits
 from lib.data.streaming import open_held_out, open_training
-from lib.data.tokenize import Encoder, render_prompt
+from lib.data.tokenize import Encoder, chat_ids
 from lib.data.tokenizer import TextTokens, Vocabulary, load_tokenizer_of
 from lib.errors import UserError
 from lib.training.run_inputs import generate_options, read_inputs
@@ -384,13 +384,13 @@ def test_a_prompt_is_rendered_as_training_rows_are_and_answers_end_where_they_do
     tokenizer = wrapped()
     encoder = Encoder(tokenizer, DataSettings(train="-"), None)
     developer = {"role": "developer", "content": "Be terse."}
-    rendered = render_prompt(encoder, [developer, USER], chat_rows.TOOLS)  # type: ignore[list-item]
-    assert "<|im_start|>system\nBe terse." in rendered.text and "get_weather" in rendered.text
+    text = tokenizer.decode(chat_ids(encoder, [developer, USER], chat_rows.TOOLS))  # type: ignore[list-item]
+    assert "<|im_start|>system\nBe terse." in text and "get_weather" in text
     data, _ = opened(tmp_path, [PAIR | {"prompt": [USER]}])
-    assert render_prompt(encoder, [USER]).ids == data[0].prompt_ids.tolist()  # type: ignore[list-item]
+    assert chat_ids(encoder, [USER]) == data[0].prompt_ids.tolist()  # type: ignore[list-item]
     assert data[0].completions[0][-1] in encoder.end_ids
     with pytest.raises(UserError, match="unknown role 'wizard'"):
-        render_prompt(encoder, [{"role": "wizard", "content": "a"}])
+        chat_ids(encoder, [{"role": "wizard", "content": "a"}])
 
 
 def test_tokens_are_written_as_training_takes_them(tmp_path, capsys) -> None:
@@ -464,8 +464,8 @@ def test_bos_stands_once_where_tokenizer_and_template_both_write_it(tmp_path) ->
         single=f"{tokenizer.bos_token} $A", special_tokens=[(tokenizer.bos_token, bos)]
     )
     data, _ = opened(tmp_path, [PAIR], tokenizer=tokenizer)
-    prompt = render_prompt(Encoder(tokenizer, DataSettings(train="-"), None), [{"role": "user", "content": "Shelf?"}])
-    assert data[0].prompt_ids.tolist() == prompt.ids and prompt.ids.count(bos) == 1
+    prompt = chat_ids(Encoder(tokenizer, DataSettings(train="-"), None), [{"role": "user", "content": "Shelf?"}])
+    assert data[0].prompt_ids.tolist() == prompt and prompt.count(bos) == 1
 
 
 def test_arguments_as_text_are_those_of_an_object(tmp_path) -> None:

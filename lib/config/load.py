@@ -235,8 +235,9 @@ def _explain(error: ErrorDetails, origins: dict[str, str], path: Path | str | No
     message = error["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
     if key not in settings:  # settings that do not go together
         return message
-    hint = unknown_names.hint_for_value(key, error["input"])
-    return f"{place}: {key}: {message[0].lower()}{message[1:]}, not {error['input']!r}{hint}"
+    meant = unknown_names.VALUES.get((key, str(error["input"]).lower()))
+    here = f"; here: {meant}" if meant else ""
+    return f"{place}: {key}: {message[0].lower()}{message[1:]}, not {error['input']!r}{here}"
 
 
 def _at(config: BaseModel, key: str) -> Any:

@@ -53,12 +53,6 @@ def hint_for_setting(key: str) -> str:
     return f"; {section} has {', '.join(siblings)}" if siblings else "; --help lists the settings"
 
 
-def hint_for_value(key: str, value: object) -> str:
-    """What follows a value that a setting does not have: what it is called here."""
-    meant = VALUES.get((key, str(value).lower()))
-    return f"; here: {meant}" if meant else ""
-
-
 def closest(key: str, known: Sequence[str]) -> str | None:
     """The setting whose name is nearest: in the same section, as a whole, or under any section."""
     section, _, leaf = key.rpartition(".")

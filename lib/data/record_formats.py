@@ -315,13 +315,6 @@ def transcript(text: Any) -> Any:
     return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
 
 
-def _rendered_prompt(texts: Sequence[Any]) -> int:
-    """Characters of the prompt that rendered conversations have in common: up to the last header of an answer."""
-    common = os.path.commonprefix([text if isinstance(text, str) else "" for text in texts])
-    is_rendered = TURN_MARKS.match(common.removeprefix("<s>").removeprefix("<bos>").lstrip())
-    return max((header.end() for header in HEADERS.finditer(common)), default=0) if is_rendered else 0
-
-
 def _exchanges(pairs: Iterable[Sequence[Any]]) -> list[JSON]:
     """Messages of question, answer, question, answer, ..."""
     roles = itertools.cycle(("user", "assistant"))
@@ -458,8 +451,12 @@ def _candidates(names: tuple[str, ...], columns: Columns, kind: RecordKind) -> I
             answers = tuple(transcript(_listed(record[name], name)) for name in conversations)
             if not any(isinstance(answer, str) for answer in answers):
                 return Draft(None, answers, conversations)
-            length = _rendered_prompt([record.get(chosen), record.get(rejected)])
-            if not length:
+            # Of rendered texts the prompt is what they have in common, up to the last header of an answer.
+            both = [text if isinstance(text, str) else "" for text in map(record.get, (chosen, rejected))]
+            common = os.path.commonprefix(both)
+            is_rendered = TURN_MARKS.match(common.removeprefix("<s>").removeprefix("<bos>").lstrip())
+            length = max((header.end() for header in HEADERS.finditer(common)), default=0)
+            if not (is_rendered and length):
                 raise Unusable(_missing(record, columns, "preference"))
             return Draft(answers[0][:length], tuple(answer[length:] for answer in answers), conversations)
 

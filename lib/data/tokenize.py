@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 from lib.config.settings import DataSettings
 from lib.data.chat import (
@@ -495,24 +494,11 @@ def _is_model(message: Message) -> bool:
     return message["role"] == "assistant"
 
 
-class RenderedPrompt(NamedTuple):
-    """A prompt as a model is sent it."""
-
-    text: str
-    ids: list[int]
-
-
-def render_prompt(
-    encoder: Encoder, messages: list[Message], tools: list[JSON] | None = None, arguments: JSON | None = None
-) -> RenderedPrompt:
-    """The prompt of a conversation, rendered by the code that renders training rows: for serving, evaluation, export.
-    messages, tools: as OpenAI has them. arguments: further ones of the chat template. Raises UserError: the template
-    refuses it or leaves part of it out."""
+def chat_ids(encoder: Encoder, messages: list[Message], tools: list[JSON] | None = None) -> list[int]:
+    """The prompt of a conversation, rendered by the code that renders training rows. messages, tools: as OpenAI has
+    them. Raises UserError: the template refuses it or leaves part of it out."""
     try:
-        chat = Chat(
-            check_messages(messages, "messages"), (), "messages", None, check_tools(tools, "tools"), arguments or {}
-        )
-        ids = encoder.encoded(chat).prompt
+        checked = check_messages(messages, "messages")
+        return encoder.encoded(Chat(checked, (), "messages", None, check_tools(tools, "tools"))).prompt
     except Unusable as why:
         raise UserError(str(why)) from None
-    return RenderedPrompt(encoder.tokenizer.decode(ids), ids)

@@ -271,12 +271,6 @@ class ClusterPlan:
 
     # ---- Other micro-batches for the same hosts
 
-    def with_micro_batches(self, micro_batch_sizes: Sequence[Sequence[int]], reason: str) -> ClusterPlan:
-        """The same hosts with other work."""
-        pairs = zip(self.ranks, map(tuple, micro_batch_sizes), strict=True)
-        ranks = (replace(rank, share=sum(sizes), micro_batch_sizes=sizes) for rank, sizes in pairs)
-        return replace(self, ranks=tuple(ranks), reason=reason, warnings=(), predictions=())
-
     def in_smaller(self, most: Sequence[int | None], reason: str) -> ClusterPlan:
         """The same shares in micro-batches of so many pairs, one number a rank; None: as they are. What was predicted
         of their time stays."""

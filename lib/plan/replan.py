@@ -139,9 +139,12 @@ class Schedule:
             return False
         first, self.plans = self.plans[0][1], []
         for stored in state["plans"]:
-            sizes = [tuple(of_rank) for of_rank in stored["micro_batch_sizes"]]
-            same = sizes == [rank.micro_batch_sizes for rank in first.ranks]
-            plan = first if same else first.with_micro_batches(sizes, "as the checkpoint has it")
+            each = zip(first.ranks, map(tuple, stored["micro_batch_sizes"]), strict=True)
+            ranks = tuple(replace(rank, share=sum(sizes), micro_batch_sizes=sizes) for rank, sizes in each)
+            plan = first
+            if ranks != first.ranks:
+                reason = "as the checkpoint has it"
+                plan = replace(first, ranks=ranks, reason=reason, warnings=(), predictions=())
             plan = plan.within(stored["max_micro_batch_sizes"])
             checkpointing = first.gradient_checkpointing or stored["gradient_checkpointing"]
             self.plans.append((stored["first_step"], replace(plan, gradient_checkpointing=checkpointing)))

@@ -73,7 +73,7 @@ class HeldOut:
                 ]
                 scores = [of.score for (of,) in scores_of(self.judge, questions) if of.score is not None]
                 score = sum(scores) / len(scores) if scores else None
-        score = json.loads(world.broadcast_text(json.dumps(score)))
+        score = world.broadcast_value(score)
         run.tracker.record("evaluation", step=run.own_step, held_out_score=score, answers_cut=cut)
         return values | {"held_out_score": score}
 

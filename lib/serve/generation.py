@@ -27,7 +27,7 @@ from mlx_lm.utils import load_model
 
 from lib.config.settings import DataSettings, ModelSettings
 from lib.data.record_formats import Message
-from lib.data.tokenize import Encoder, render_prompt
+from lib.data.tokenize import Encoder, chat_ids
 from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError
 from lib.model.load import compute_type
@@ -82,11 +82,12 @@ class ServedModel:
         if request.messages[-1].role == "assistant":
             raise UserError("the last message is from 'assistant'; a conversation ends before the answer")
         messages = cast(list[Message], [message.fields() for message in request.messages])
-        rendered = render_prompt(self.encoder, messages, tools)
-        lost = [name for tool in tools or () if (name := tool["function"]["name"]) not in rendered.text]
+        ids = chat_ids(self.encoder, messages, tools)
+        text = self.tokenizer.decode(ids)
+        lost = [name for tool in tools or () if (name := tool["function"]["name"]) not in text]
         if lost:
             raise UserError(f"the chat template leaves out tools ({', '.join(lost)}); ask without them")
-        return rendered.ids
+        return ids
 
 
 # ---- Samplers

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -45,13 +45,6 @@ from lib.training.step import StepReference
 
 PREFETCHED = 2  # batches made ahead of the step
 Counting = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # shows a pass: its name and its rows
-
-
-class References(NamedTuple):
-    """What the policy is compared with, as far as it is computed before training: log-probabilities, float32 [n, K]."""
-
-    data: np.ndarray | None = None  # of the training rows
-    valid: np.ndarray | None = None  # of the held-out rows
 
 
 @dataclass
@@ -176,13 +169,13 @@ class TrainingRun:
 
     # ---- The reference: the policy before training, or another model
 
-    def compute_references(self, counting: Counting) -> References:
+    def compute_references(self, counting: Counting) -> tuple[np.ndarray | None, np.ndarray | None]:
         """The reference's log-probabilities of the run's rows, as far as steps do not compute them. Raises UserError:
         another reference cannot take batches that are laid out as the policy's."""
         config, data, valid, world = self.config, self.inputs.data, self.inputs.valid, self.world
         settings, train, every = config.model, config.train, config.reference_sync_steps
         if not losses.needs_reference(train):
-            return References()
+            return None, None
         is_policy, is_group = settings.reference == "initial", train.loss == "grpo"
         in_steps = every is not None or data.is_estimated or is_group or reference_model.is_in_steps(settings, world)
         model = self.model if is_policy else divided_world.load_reference(settings, train.seed, world)
@@ -210,7 +203,7 @@ class TrainingRun:
             alpha = train.reference_mixup_alpha or (reference_model.MIXUP if settings.method == "full" else 1.0)
             facts = start, every, alpha, train.temperature, stored, compiled
             self.step_reference = StepReference(self.model, model, world, *facts)
-        return References(of_data, of_valid)
+        return of_data, of_valid
 
     # ---- Checkpoints
 

@@ -121,16 +121,14 @@ class BlockTrial:
         a_block = non_negative_fit(np.array(features), np.array(times))
         shape, inputs = self._batch([int(ascending[middle])], False)
         self.model.train()
-        head = self._timed(nn.value_and_grad(self.model, partial(self._figures, inputs)), FEW)
+        loss = lambda: sum(each.sum() for each in figures_of(self.config.train, self.model, inputs))  # noqa: E731
+        head = self._timed(nn.value_and_grad(self.model, loss), FEW)
         head -= FEW * float(np.dot(a_block, figures(shape, 1)[:-1]))
         answer = self.answer_seconds()
         return Seconds([*a_block, max(head, 0.0) / shape.scored], forward, answer, time.perf_counter() - began)
 
     def _states(self, inputs: StreamInputs) -> mx.array:
         return hidden_states(self.model, inputs).astype(mx.float32).sum()
-
-    def _figures(self, inputs: StreamInputs) -> mx.array:
-        return sum((each.sum() for each in figures_of(self.config.train, self.model, inputs)), mx.array(0.0))
 
     def _batch(self, rows: list[int], is_cut: bool) -> tuple[BatchShape, StreamInputs]:
         """A micro-batch's shape and inputs. is_cut: of the rows' first few tokens."""
