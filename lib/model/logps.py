@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from lib.model import exponentials
 from lib.model.gradient_checkpointing import checkpointed_chunks
 from lib.model.layout import VocabularyPart, backbone_of, layout_of, parameters_outside_blocks
 from lib.model.long_attention import after
@@ -73,6 +74,8 @@ def logps_by_head(model: nn.Module, head: Head, hidden: mx.array, targets: mx.ar
     if model.training and len(chunks) > 1:
         figures = [checkpointed_chunks(model, head, chunks, figures_of)]
     else:
+        if part is None and not model.training:
+            figures_of = lambda logits, targets: _logps_and_slope(logits, targets)[0]  # noqa: E731
         for h, t in chunks:
             figures.append(figures_of(head(after(h, figures[-1:])), t))
     joined = mx.concatenate(figures, axis=-1)
@@ -123,13 +126,11 @@ def _logps_and_slope(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.
         logps = logps_of(logits, targets)
         at_target = mx.take_along_axis(logits, targets[:, None], axis=-1).squeeze(-1).astype(mx.float32)
         return logps, _slope_of_logits(logits, targets, at_target - logps)
-    # Exponentials are what a CPU is slow at: each is made once. The partition function from the likeliest token,
-    # whose probability is at least 1 / V.
-    wide = logits.astype(mx.float32)
-    probabilities = mx.softmax(wide, axis=-1)
-    partition = wide.max(axis=-1) - mx.log(probabilities.max(axis=-1))
-    logps = mx.take_along_axis(wide, targets[:, None], axis=-1).squeeze(-1) - partition
-    return logps, _slope(probabilities, targets).astype(logits.dtype)
+    wide = logits.astype(mx.float32)  # exponentials are what a CPU is slow at: each is made once
+    powers, largest = exponentials.from_largest(wide)
+    total = powers.sum(axis=-1, keepdims=True)
+    logps = mx.take_along_axis(wide, targets[:, None], axis=-1) - largest - mx.log(total)
+    return logps.squeeze(-1), _slope(powers / total, targets).astype(logits.dtype)
 
 
 def logps_and_logits(

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
+from lib.model import exponentials
 from lib.model.quantised import device
 from lib.system.hardware import Device
 
@@ -107,6 +108,8 @@ def causal_attention(queries: mx.array, keys: mx.array, values: mx.array, **opti
 
 
 def _causal(queries: mx.array, keys: mx.array, values: mx.array, options: dict[str, Any]) -> mx.array:
+    if device() == "cpu" and queries.dtype == mx.float32 and options.get("sinks") is None:
+        return exponentials.causal_attention(queries, keys, values, options["scale"])
     return mx.fast.scaled_dot_product_attention(queries, keys, values, mask="causal", **options)
 
 

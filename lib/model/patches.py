@@ -33,7 +33,7 @@ from mlx_lm.models import (
     ssm,
 )
 
-from lib.model import recurrences
+from lib.model import exponentials, recurrences
 from lib.model.recurrences import gated_delta_rule, rwkv7_rule
 
 # Names in the model's file.
@@ -173,7 +173,7 @@ def _lean_swiglu_vjp(primals: Any, cotangent: mx.array, _: Any) -> tuple[mx.arra
 
 @mx.custom_function
 def _swiglu_and_sigmoid(gate: mx.array, x: mx.array) -> tuple[mx.array, mx.array]:
-    sigmoid = mx.sigmoid(gate)
+    sigmoid = exponentials.sigmoid(gate)
     return gate * sigmoid * x, sigmoid
 
 
