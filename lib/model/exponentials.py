@@ -40,8 +40,8 @@ def causal_attention(queries: mx.array, keys: mx.array, values: mx.array, scale:
     """Attention of the last T of S positions to those up to their own. queries: float32 [b, heads, T, D]; keys, values:
     [b, key heads, S, D]."""
     length, positions = queries.shape[2], keys.shape[2]
-    grouped = mx.unflatten(queries * scale, 1, (keys.shape[1], -1))
+    grouped = (queries * scale).reshape(*keys.shape[:2], -1, queries.shape[-1])  # [b, key heads, heads a key * T, D]
     own = mx.arange(positions - length, positions)[:, None]
     hidden = mx.where(mx.arange(positions) <= own, 0.0, -math.inf)
-    probabilities = softmax(grouped @ keys[:, :, None].swapaxes(-1, -2) + hidden)
-    return (probabilities @ values[:, :, None]).flatten(1, 2)
+    probabilities = softmax(mx.unflatten(grouped @ keys.swapaxes(-1, -2), 2, (-1, length)) + hidden)
+    return (probabilities.flatten(2, 3) @ values).reshape(*queries.shape[:3], values.shape[-1])

@@ -94,6 +94,19 @@ def prepare() -> None:
     with contextlib.suppress(AttributeError):  # glibc's
         for parameter, size_bytes in MALLOC.items():
             ctypes.CDLL(None).mallopt(parameter, size_bytes)
+    if util.find_spec("torch") is not None:
+        _hide_torch()
+
+
+def _hide_torch() -> None:
+    """Lets transformers start without torch: its import takes ten seconds, and MLX uses none of it."""
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        from transformers.utils import is_torch_available
+
+        is_torch_available()  # transformers remembers the answer
+    finally:
+        del sys.modules["torch"]
 
 
 @functools.cache  # once
