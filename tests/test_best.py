@@ -11,6 +11,7 @@ import pytest
 from lib.errors import UserError
 from lib.training import checkpoint
 from lib.training.checkpoint import Progress, checkpoints_in, find, step_of
+from lib.training.run_end import worsened
 from tests import tiny
 from tests.ranks import train
 from tests.tiny import records, summary
@@ -162,6 +163,21 @@ def test_ranks_end_together_with_the_best(words: list[str], world, tmp_path) -> 
     assert (told["which"], told["held_out_loss"]) == ("best", min(found.values()))
     assert same(run, find(run, "best")) and step_of(find(run, "best")) == told["step"]
     assert [record["final_step"] for record in records(run, "end", world.rank)] == [told["step"]]
+
+
+def test_a_run_that_made_the_model_worse_says_what_it_was_and_is(tmp_path) -> None:
+    learnt, words = tiny.pairs(21), tiny.settings(tmp_path)
+    swapped = [row | {"chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]} for row in learnt]
+    tiny.write_jsonl(tmp_path / "valid.jsonl", swapped)
+    shown = tiny.train(tmp_path, [*words, *WORDS[1:], "train.steps=4", "run.pages=true", "run.name=run"]).stdout
+    of = summary(tmp_path / "runs" / "run")
+    text = f"the held-out loss was {of['loss_before']:.4f} before it and is {of['loss']:.4f} now"
+    assert of["loss"] > of["loss_before"] and shown.count(text) == 1
+    assert text in (tmp_path / "runs" / "run" / "report.html").read_text()
+    assert "match was 97.0 % before it and is 82.5 %" in str(
+        worsened("exact_match", {"exact_match": 0.97, "loss": 0.5}, {"exact_match": 0.825, "loss": 0.4})
+    )
+    assert worsened("exact_match", {"exact_match": 0.5, "loss": 0.5}, {"exact_match": 0.5, "loss": 0.9}) is None
 
 
 def test_a_run_without_held_out_data_holds_the_last_weights(tmp_path) -> None:

@@ -250,6 +250,15 @@ def test_tables_hold_messages_and_labels_as_text(tmp_path) -> None:
         parse({"messages": "[{'role': 'user'}\n {'role': 'assistant'}]"}, columns, "sft")
 
 
+def test_an_answer_that_is_a_list_of_messages_is_a_text_unless_it_holds_the_question(tmp_path) -> None:
+    turns = [{"role": "user", "content": "Hi"}, ANSWER]
+    for asked, answer, is_text in (("Write a chat.", turns, True), ("Hi", turns, False), ("Hi", [ANSWER], False)):
+        read = parse({"prompt": asked, "completion": json.dumps(answer)}, Columns.of(DataSettings(train="-")), "sft")
+        assert read.completions[0] == (json.dumps(turns) if is_text else [ANSWER])
+    _, said = opened(tmp_path, [PAIR | {"chosen": json.dumps(turns)}])
+    assert "answers are lists of messages as text: learnt as that text, not as turns" in said
+
+
 def test_a_stream_of_the_hub_says_what_a_file_says(tmp_path) -> None:
     write(tmp_path / "train.parquet", [PAIR | {"prompt": f"<image> {i}?", "documents": ["a"]} for i in range(8)])
     said, vocabulary = dict[bool, list[str]](), Vocabulary(context=16)

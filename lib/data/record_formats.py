@@ -171,6 +171,14 @@ def _listed(value: Any, name: str) -> Any:
         raise Unusable(f"{name!r} holds messages as text that is neither JSON nor Python; write them as JSON") from None
 
 
+def _answers_it(question: str, turns: list[Any]) -> bool:
+    """Whether messages that stood as text are turns: the model's alone, or with the question. Else the text is one that
+    was asked for."""
+    fields = [turn.values() for turn in turns if isinstance(turn, dict)]
+    is_alone = all(any(ROLES.get(str(of).lower()) == "assistant" for of in each) for each in fields[:1])
+    return is_alone or any(question.strip() in str(of) for each in fields for of in each)
+
+
 def check_messages(value: object, name: str, ignore: Collection[str] = ()) -> list[Message]:
     """The messages of a column: roles by their usual names, contents strings. Raises Unusable."""
     if not isinstance(value, list):
@@ -558,8 +566,10 @@ def parse(record: JSON, columns: Columns, kind: RecordKind) -> Record:
     for name in reader.unread:
         _require_unimportant(name, record[name], reader.name)
     draft, label = reader.form.read(record), None
+    asked = _listed(draft.prompt, "prompt")
     listed = tuple(map(_listed, draft.completions, draft.names))
-    draft = draft._replace(prompt=_listed(draft.prompt, "prompt"), completions=listed)
+    if not isinstance(asked, str) or all(isinstance(of, list) and _answers_it(asked, of) for of in listed):
+        draft = draft._replace(prompt=asked, completions=listed)
     if kind == "unpaired":
         label = _label(record, columns.label if columns.label in record else LABEL)
     if len(draft.completions) == 2 and draft.completions[0] == draft.completions[1]:

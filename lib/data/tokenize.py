@@ -27,7 +27,7 @@ from lib.data.chat import (
     has_reasoning,
     lost,
 )
-from lib.data.record_formats import JSON, Chat, Message, Plain, Unusable, bounds_of, check_messages, check_tools
+from lib.data.record_formats import JSON, LISTED, Chat, Message, Plain, Unusable, bounds_of, check_messages, check_tools
 from lib.data.tokenizer import SPECIMEN, TextTokens, Tokenizer
 from lib.errors import UserError
 
@@ -255,6 +255,8 @@ class Encoder:
         for end in filter(None, (FOREIGN_END.search(answer[-60:]) for answer in answers)):
             if not self.end_ids & {*self.tokens.ids(end[1])}:
                 self.notes[f"answers end with {end[1]}, which ends no turn of this model: it is learnt as text"] = None
+        if any(map(LISTED.match, answers)):
+            self.notes["answers are lists of messages as text: learnt as that text, not as turns"] = None
         if answers and len(texts[0].split()) > 2 and all(answer.startswith(texts[0]) for answer in answers):
             self.notes["answers begin with their whole prompt: what is learnt has it once more"] = None
         for media in filter(None, map(MEDIA_MARK.search, texts)):

@@ -43,10 +43,21 @@ def take_best(run: TrainingRun, latest: Metrics) -> tuple[int, Metrics]:
     return step, progress.best_metrics
 
 
+def worsened(best_by: str, before: Metrics, after: Metrics) -> str | None:
+    """What to say where the weights that are kept are worse than those before training, by the figure that decides."""
+    was, now, is_loss = before.get(best_by), after.get(best_by), best_by == "loss"
+    if was is None or now is None or not (now > was if is_loss else now < was):
+        return None
+    shown = [f"{value:.4f}" if is_loss else f"{100 * value:.1f} %" for value in (was, now)]
+    figures = f"the held-out {best_by.replace('_', ' ')} was {shown[0]} before it and is {shown[1]} now"
+    remedy = "a lower train.learning_rate, fewer train.steps or a smaller evaluate.every"
+    return f"training made the model worse: {figures}; try {remedy}"
+
+
 def finish(run: TrainingRun, latest: Metrics, final_step: int) -> None:
     """Saves the result and its figures, and closes the log. latest: held out, of the weights of `final_step`."""
     world, tracker = run.world, run.tracker
-    if (text := strayed(latest.get("kl"))) is not None:
+    for text in filter(None, (strayed(latest.get("kl")), worsened(run.best_by, run.progress.before, latest))):
         run.say.warning(text, run.own_step)
     reason = early_end(run)
     every = world.gather_values(tracker.totals() | (latest if run.is_never_merged else {}))
