@@ -344,11 +344,14 @@ def test_media_stop_the_run(tmp_path, name: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "ids, rewards",
-    [([[8, 1], [9, 1]], [None, None]), ([[8, 1]], [1.0]), ([[8], [9]], [2.0, 2.0]), ([[8, 1]] * 2, [1.0, 0.0])],
+    "ids, rewards, mask",
+    [([[8, 1], [9, 1]], [None, None], 1), ([[8, 1]], [1.0], 1), ([[8], [9]], [2.0, 2.0], 1)]
+    + [([[8, 1]] * 2 + [[9, 1]], [1.0, 0.0, None], 1), ([[8, 1], [9, 1]], [1.0, 0.0], 0)],
 )
-def test_groups_of_which_nothing_can_be_learnt_say_so(tmp_path, ids: Any, rewards: Any) -> None:
-    path = write(tmp_path / "g.jsonl", [{"prompt_ids": [5], "completion_ids": ids, "rewards": rewards}] * 2)
+def test_groups_of_which_nothing_can_be_learnt_say_so(tmp_path, ids: Any, rewards: Any, mask: int) -> None:
+    row = {"prompt_ids": [5], "completion_ids": ids, "rewards": rewards}
+    masks = {"completion_mask": [[mask] * len(each) for each in ids]}
+    path = write(tmp_path / "g.jsonl", [row | masks] * 2)
     with pytest.raises(UserError, match="nothing can be learnt of its 2 groups"):
         load_groups(DataSettings(train=path), Vocabulary())
 

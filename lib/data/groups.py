@@ -103,12 +103,19 @@ def load_groups(settings: DataSettings, limits: Vocabulary, tell: sources.Tell =
     sources.require_usable(name, skipped, len(skipped), len(groups), settings.skip_invalid)
     if len({group.logps is None for group in groups}) > 1:
         raise UserError(f"{name}: some groups have logps and some have none; give them to all, or to none")
-    if not any(min(len({*group.rewards} - {None}), len({*map(tuple, group.completions)})) > 1 for group in groups):
+    if not any(map(teaches, groups)):
         raise UserError(
             f"{name}: nothing can be learnt of its {len(groups):,} groups: in each all rewards or completions are "
-            "equal, null, or one alone; sample several completions of a prompt, and rewards that tell them apart"
+            "equal, null, masked or one alone; sample several completions of a prompt, and rewards that tell them apart"
         )
     return groups_in_memory(name, groups, skipped)
+
+
+def teaches(group: Group) -> bool:
+    """Whether the completions that have rewards differ, as their rewards do, and tokens of them are learnt."""
+    counted = [k for k, reward in enumerate(group.rewards) if reward is not None]
+    is_learnt = group.mask is None or any(any(group.mask[k]) for k in counted)
+    return is_learnt and all(len({str(of[k]) for k in counted}) > 1 for of in (group.rewards, group.completions))
 
 
 def _parse(record: JSON | Unusable, max_length: int, limits: Vocabulary) -> Group:

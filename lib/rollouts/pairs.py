@@ -12,6 +12,7 @@ from pydantic import Field, FiniteFloat
 
 from lib.config.settings import RolloutSettings
 from lib.data.groups import Group as SampledGroup
+from lib.data.groups import teaches
 
 
 @dataclass(frozen=True)
@@ -62,20 +63,18 @@ def pairs_of(group: Group, settings: RolloutSettings) -> list[Pair]:
 
 
 def groups_of(groups: Sequence[Group], settings: RolloutSettings) -> list[SampledGroup]:
-    """What train.loss=grpo learns from: the answers that have a score; nothing where no prompt teaches anything. A
-    prompt does whose scores differ, and of which some answer is learnt. `filter_groups` leaves out the prompts whose
-    scores agree, `mask_truncated` the tokens of answers that were cut."""
-    sampled, teaches, masks = list[SampledGroup](), False, settings.mask_truncated
+    """What train.loss=grpo learns from: the answers that have a score; nothing where no prompt teaches anything.
+    `filter_groups` leaves out the prompts whose scores agree, `mask_truncated` the tokens of answers that were cut."""
+    sampled, masks = list[SampledGroup](), settings.mask_truncated
     for group in groups:
         answers = group.answers
         scored = [answer for answer in answers if answer.score is not None]
         differ = len({answer.score for answer in scored}) > 1
-        teaches |= differ and (not masks or any(answer.finish != "length" for answer in scored))
         if scored and (differ or not settings.filter_groups):
             mask = [[answer.finish != "length"] * len(answer.tokens) for answer in answers] if masks else None
             tokens, rewards, logps = zip(*((of.tokens, of.score, of.logps) for of in answers), strict=True)
             sampled.append(SampledGroup(group.prompt_tokens, [*tokens], [*rewards], logps=[*logps], mask=mask))
-    return sampled if teaches else []
+    return sampled if any(map(teaches, sampled)) else []
 
 
 def why_nothing(groups: Sequence[Group], settings: RolloutSettings) -> str:
