@@ -174,10 +174,9 @@ def test_a_run_that_made_the_model_worse_says_what_it_was_and_is(tmp_path) -> No
     text = f"the held-out loss was {of['loss_before']:.4f} before it and is {of['loss']:.4f} now"
     assert of["loss"] > of["loss_before"] and shown.count(text) == 1
     assert text in (tmp_path / "runs" / "run" / "report.html").read_text()
-    assert "match was 97.0 % before it and is 82.5 %" in str(
-        worsened("exact_match", {"exact_match": 0.97, "loss": 0.5}, {"exact_match": 0.825, "loss": 0.4})
-    )
-    assert worsened("exact_match", {"exact_match": 0.5, "loss": 0.5}, {"exact_match": 0.5, "loss": 0.9}) is None
+    both = ({"exact_match": 0.97, "loss": 0.5}, {"exact_match": 0.825, "loss": 0.4})
+    assert "match was 0.9700 before it and is 0.8250" in str(worsened("exact_match", *both))
+    assert worsened("loss", *both) is worsened("exact_match", both[0], both[0]) is None
 
 
 def test_a_run_without_held_out_data_holds_the_last_weights(tmp_path) -> None:

@@ -172,11 +172,9 @@ def _listed(value: Any, name: str) -> Any:
 
 
 def _answers_it(question: str, turns: list[Any]) -> bool:
-    """Whether messages that stood as text are turns: the model's alone, or with the question. Else the text is one that
-    was asked for."""
-    fields = [turn.values() for turn in turns if isinstance(turn, dict)]
-    is_alone = all(any(ROLES.get(str(of).lower()) == "assistant" for of in each) for each in fields[:1])
-    return is_alone or any(question.strip() in str(of) for each in fields for of in each)
+    """Whether messages that stood as text are turns: the model's alone, or with the question. Else it is an answer."""
+    texts = [str(text) for turn in turns if isinstance(turn, dict) for text in turn.values()]
+    return "assistant" in map(ROLES.get, texts[:2]) or any(question.strip() in text for text in texts)
 
 
 def check_messages(value: object, name: str, ignore: Collection[str] = ()) -> list[Message]:

@@ -45,13 +45,11 @@ def take_best(run: TrainingRun, latest: Metrics) -> tuple[int, Metrics]:
 
 def worsened(best_by: str, before: Metrics, after: Metrics) -> str | None:
     """What to say where the weights that are kept are worse than those before training, by the figure that decides."""
-    was, now, is_loss = before.get(best_by), after.get(best_by), best_by == "loss"
-    if was is None or now is None or not (now > was if is_loss else now < was):
+    was, now, sign = before.get(best_by), after.get(best_by), 1 if best_by == "loss" else -1
+    if was is None or now is None or sign * (now - was) <= 0:
         return None
-    shown = [f"{value:.4f}" if is_loss else f"{100 * value:.1f} %" for value in (was, now)]
-    figures = f"the held-out {best_by.replace('_', ' ')} was {shown[0]} before it and is {shown[1]} now"
-    remedy = "a lower train.learning_rate, fewer train.steps or a smaller evaluate.every"
-    return f"training made the model worse: {figures}; try {remedy}"
+    figures = f"the held-out {best_by.replace('_', ' ')} was {was:.4f} before it and is {now:.4f} now"
+    return f"training made the model worse: {figures}; try a lower train.learning_rate or fewer train.steps"
 
 
 def finish(run: TrainingRun, latest: Metrics, final_step: int) -> None:
