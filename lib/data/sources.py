@@ -109,7 +109,7 @@ def sizes_of(record: Record) -> list[int]:
 # ---- One file's index
 
 META, ENTRIES, LINES = "index.json", "entries.bin", "lines.jsonl"
-VERSION = 13  # of what an index holds
+VERSION = 14  # of what an index holds
 
 
 @dataclass(frozen=True)
