@@ -129,7 +129,7 @@ def test_where_the_best_found_no_room_on_the_disk_the_last_weights_are_taken(fol
     words = [*written(tmp_path), *WORDS, "checkpoint.every=1", "checkpoint.keep=1", "run.name=run"]
     shown = tiny.train(tmp_path, words)
     run, last = tmp_path / "runs" / "run", max(expected)
-    assert losses(run) == expected and "the last weights are taken" in shown.stdout
+    assert losses(run) == expected and "the last are taken" in shown.stdout
     assert summary(run)["checkpoint"] == {"which": "last", "step": last, "held_out_loss": expected[last]}
 
 
@@ -171,11 +171,11 @@ def test_a_run_that_made_the_model_worse_says_what_it_was_and_is(tmp_path) -> No
     tiny.write_jsonl(tmp_path / "valid.jsonl", swapped)
     shown = tiny.train(tmp_path, [*words, *WORDS[1:], "train.steps=4", "run.pages=true", "run.name=run"]).stdout
     of = summary(tmp_path / "runs" / "run")
-    text = f"the held-out loss was {of['loss_before']:.4f} before it and is {of['loss']:.4f} now"
+    text = f"held-out loss was {of['loss_before']:.4f} before it and is {of['loss']:.4f} now"
     assert of["loss"] > of["loss_before"] and shown.count(text) == 1
     assert text in (tmp_path / "runs" / "run" / "report.html").read_text()
     both = ({"exact_match": 0.97, "loss": 0.5}, {"exact_match": 0.825, "loss": 0.4})
-    assert "match was 0.9700 before it and is 0.8250" in str(worsened("exact_match", *both))
+    assert "exact_match was 0.9700 before it and is 0.8250" in str(worsened("exact_match", *both))
     assert worsened("loss", *both) is worsened("exact_match", both[0], both[0]) is None
 
 

@@ -321,18 +321,11 @@ def test_a_column_that_nothing_reads_is_named_once(tmp_path, name: str, value: o
 
 @pytest.mark.parametrize(
     "name, value",
-    [
-        ("pictures", ["a.png"]),
-        ("videos", ["a.mp4"]),
-        ("scene", {"path": "a.wav"}),
-        ("attachments", [{"type": "image_url", "url": "https://a/b"}]),
-        ("clip", "s3://a/b.mkv"),
-        ("thumbnail", "https://a/b.jpg?size=2"),
-        ("logo", "data:image/png;base64,iVBORw0KGgo="),
-        ("voice", {"array": [0.1], "sampling_rate": 16000}),
-        ("pixel_values", [[0.1]]),
-        ("page_image", "iVBORw0KGgo="),
-    ],
+    [("pictures", ["a.png"]), ("videos", ["a.mp4"]), ("scene", {"path": "a.wav"})]
+    + [("attachments", [{"type": "image_url", "url": "https://a/b"}]), ("clip", "s3://a/b.mkv")]
+    + [("thumbnail", "https://a/b.jpg?size=2"), ("logo", "data:image/png;base64,iVBORw0KGgo=")]
+    + [("voice", {"array": [0.1], "sampling_rate": 16000}), ("pixel_values", [[0.1]])]
+    + [("page_image", "iVBORw0KGgo=")],
 )
 def test_media_stop_the_run(tmp_path, name: str, value: object) -> None:
     ids = {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7]}

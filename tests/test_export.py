@@ -199,7 +199,7 @@ def test_pefts_other_spellings_are_matched(spelling: tuple[str, str], tmp_path) 
     with pytest.raises(UserError, match="cannot be read"):
         peft_adapters.read(tmp_path / "adapter", "model.adapter")
     weights.rename(weights.with_name("adapter_model.bin"))
-    with pytest.raises(UserError, match="pickle, .* convert it where torch is: python3 -c "):
+    with pytest.raises(UserError, match="pickle, .* where torch is: python3 -c "):
         peft_adapters.read(tmp_path / "adapter", "model.adapter")
 
 

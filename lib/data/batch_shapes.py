@@ -92,8 +92,7 @@ def need_of(prompts: np.ndarray, seen: np.ndarray, scored: np.ndarray) -> np.nda
 
 def real_tokens(prompts: np.ndarray, seen: np.ndarray) -> np.ndarray:
     """The fewest tokens that rows need, prompts once: int64 [b]. prompts: [b] tokens; seen: [b, K] positions."""
-    tokens: np.ndarray = prompts + (seen - prompts[:, None]).sum(axis=1)
-    return tokens
+    return np.asarray(prompts + (seen - prompts[:, None]).sum(axis=1))
 
 
 def batch_shape_of(needs: np.ndarray, completions: int, length_multiple: int, shared_prompts: bool) -> BatchShape:

@@ -321,13 +321,6 @@ class ChatTemplate:
 # ---- Adaptions: the same content in a form that a template takes
 
 
-def _fold_system(messages: list[Message]) -> list[Message]:
-    """A leading system prompt as the beginning of the first question: where Gemma and Mistral v0.3 were taught it."""
-    if [message["role"] for message in messages[:2]] != ["system", "user"]:
-        return messages
-    return [_with(messages[1], content=f"{messages[0]['content']}\n\n{messages[1]['content']}"), *messages[2:]]
-
-
 def _with_text_arguments(message: Message) -> Message:
     calls = cast(list[JSON], message.get("tool_calls") or [])
     functions = [call["function"] for call in calls]
@@ -350,8 +343,12 @@ def _adaptions(chat: Chat) -> Iterator[Chat]:
     """The chat in other forms, one after the other, each with what the ones before changed."""
     for number, change in enumerate(ADAPTIONS):
         completions = chat.completions if number == 0 else tuple([*map(change, one)] for one in chat.completions)
-        changed = replace(chat, prompt=[*map(change, chat.prompt)], completions=completions)
-        for form in (changed, replace(changed, prompt=_fold_system(changed.prompt))) if number == 0 else (changed,):
+        forms = [replace(chat, prompt=[*map(change, chat.prompt)], completions=completions)]
+        if number == 0 and [message["role"] for message in forms[0].prompt[:2]] == ["system", "user"]:
+            system, question, *rest = forms[0].prompt  # Gemma and Mistral v0.3 were taught them in one message
+            question = _with(question, content=f"{system['content']}\n\n{question['content']}")
+            forms.append(replace(forms[0], prompt=[question, *rest]))
+        for form in forms:
             if form != chat:
                 chat = form
                 yield chat

@@ -19,7 +19,7 @@ import numpy as np
 from lib.config.settings import DataSettings
 from lib.data import sources
 from lib.data.record_formats import Columns, Record, RecordKind, Tokens, Unusable, Unwanted, rows_of
-from lib.data.tokenize import Encoded, Encoder, truncate
+from lib.data.tokenize import Encoder, truncate
 from lib.data.tokenizer import NO_LIMITS, Tokenizer, Vocabulary, require_own
 from lib.errors import UserError
 from lib.system import os_commands
@@ -166,9 +166,6 @@ class Dataset(Sized):
         pieces = np.split(self.tokens, self.bounds[row * width : (row + 1) * width + 1])[1:-1]
         return Example.of(int(row), pieces, None if self.labels is None else bool(self.labels[row]))
 
-    def __iter__(self) -> Iterator[Example]:
-        return map(self.__getitem__, range(len(self)))
-
     def examples(self, rows: Sequence[int]) -> list[Example]:
         """The examples of some rows."""
         return [self[row] for row in rows]
@@ -279,12 +276,7 @@ class Tokenisation(NamedTuple):
         if isinstance(record, Unusable):
             raise record
         encoder, settings, max_length = self.encoder, self.settings, self.settings.max_length
-        encoded: Tokens | Encoded
-        if isinstance(record, Tokens):
-            encoded = record
-        else:
-            assert encoder is not None
-            encoded = encoder.encoded(record)
+        encoded: Any = record if encoder is None or isinstance(record, Tokens) else encoder.encoded(record)
         short = encoded
         whole = len(encoded.prompt) + max(map(len, encoded.completions))
         if whole < settings.shortest or whole > (settings.longest or whole):
@@ -292,7 +284,7 @@ class Tokenisation(NamedTuple):
         self.vocabulary.check_ids([encoded.prompt, *encoded.completions])
         if not all(encoded.completions):
             raise Unusable("empty completion: the tokenizer makes no tokens of it")
-        if whole > max_length and encoder and isinstance(encoded, Encoded) and not isinstance(record, Tokens):
+        if whole > max_length and encoder is not None and not isinstance(record, Tokens):
             short = encoder.shorten(record, encoded, max_length)
         if len(short.prompt) > max_length:
             raise Unusable(
@@ -353,7 +345,7 @@ def partners(prompt_keys: np.ndarray, name: str) -> np.ndarray:
 def with_mismatched(dataset: Dataset, max_length: int) -> Dataset:
     """The data set with another prompt's completion as the last one of each row, cut to max_length."""
     numbers: dict[bytes, int] = {}
-    rows = list(dataset)
+    rows = dataset.examples(range(len(dataset)))
     keys = np.array([numbers.setdefault(row.prompt_ids.tobytes(), len(numbers)) for row in rows])
     pieces = []
     for row, other in zip(rows, partners(keys, dataset.path).tolist(), strict=True):

@@ -24,7 +24,6 @@ from lib.data import sources
 from lib.data.chat import OPENED_THINKING, SENTINEL
 from lib.data.dataset import Example, Tokenisation
 from lib.data.record_formats import RecordKind
-from lib.data.sources import Records
 from lib.data.streaming import open_training, tell_unread
 from lib.data.tokenize import Encoder
 from lib.data.tokenizer import Tokenizer, Vocabulary, load_tokenizer_of, vocabulary
@@ -143,7 +142,13 @@ def inspect(
     }
     if kind == "preference":
         names = ["prompt", "chosen", "rejected"]
-        facts["contradictions"] = f"{_contradictions(records, data):,} pairs are there the other way round, too"
+        _, prompts, counts = np.unique(records.column("prompt_key"), return_inverse=True, return_counts=True)
+        pairs = set()
+        for number in np.flatnonzero(counts[prompts] > 1).tolist():
+            better, worse = (str(records[number].get(data.column(side))) for side in ("chosen", "rejected"))
+            pairs.add((int(prompts[number]), better, worse))
+        twice = sum((prompt, worse, better) in pairs for prompt, better, worse in pairs) // 2
+        facts["contradictions"] = f"{twice:,} pairs are there the other way round, too"
     pieces, unit = records.column("pieces")[:, : len(names)].astype(np.int64), "token ids or characters"
     unusable, count = records.unusable, records.unusable_count
     if tokenizer is not None:
@@ -172,13 +177,3 @@ def inspect(
         for k, (name, colour) in enumerate(zip(names[1:], ("green", "red"), strict=False)):
             say.line(Text(f"  {name}: ").append_text(picture(example, tokenizer, k, colour)))
     say.line("the loss is on what stands in ⟦⟧ alone")
-
-
-def _contradictions(records: Records, data: DataSettings) -> int:
-    """How many pairs have another one of their prompt that prefers the other answer."""
-    _, prompts, counts = np.unique(records.column("prompt_key"), return_inverse=True, return_counts=True)
-    pairs = set()
-    for number in np.flatnonzero(counts[prompts] > 1).tolist():
-        better, worse = (str(records[number].get(data.column(side))) for side in ("chosen", "rejected"))
-        pairs.add((int(prompts[number]), better, worse))
-    return sum((prompt, worse, better) in pairs for prompt, better, worse in pairs) // 2

@@ -171,12 +171,6 @@ def _listed(value: Any, name: str) -> Any:
         raise Unusable(f"{name!r} holds messages as text that is neither JSON nor Python; write them as JSON") from None
 
 
-def _answers_it(question: str, turns: list[Any]) -> bool:
-    """Whether messages that stood as text are turns: the model's alone, or with the question. Else it is an answer."""
-    texts = [str(text) for turn in turns if isinstance(turn, dict) for text in turn.values()]
-    return "assistant" in map(ROLES.get, texts[:2]) or any(question.strip() in text for text in texts)
-
-
 def check_messages(value: object, name: str, ignore: Collection[str] = ()) -> list[Message]:
     """The messages of a column: roles by their usual names, contents strings. Raises Unusable."""
     if not isinstance(value, list):
@@ -562,11 +556,19 @@ def parse(record: JSON, columns: Columns, kind: RecordKind) -> Record:
     if reader is None:
         raise Unusable(_missing(record, columns, kind))
     for name in reader.unread:
-        _require_unimportant(name, record[name], reader.name)
+        if name not in MEANINGFUL:
+            _require_no_media(name, record[name])
+        elif _says_something(record[name]):  # it changes what its row means
+            setting = f"set {MEANINGFUL[name]}, or " if MEANINGFUL[name] else ""
+            how = f"{reader.name} does not read it; {setting}leave it out with data.ignore=[{name}]"
+            raise Unusable(f"column {name!r} would be lost: {how}")
     draft, label = reader.form.read(record), None
     asked = _listed(draft.prompt, "prompt")
     listed = tuple(map(_listed, draft.completions, draft.names))
-    if not isinstance(asked, str) or all(isinstance(of, list) and _answers_it(asked, of) for of in listed):
+    # Messages beside a plain question are turns where they hold it, or are the model's; else the answer is that text.
+    if not isinstance(asked, str) or all(
+        repr(asked)[1:-1] in str(of) or "'assistant'" in str(of).partition("}")[0] for of in listed
+    ):
         draft = draft._replace(prompt=asked, completions=listed)
     if kind == "unpaired":
         label = _label(record, columns.label if columns.label in record else LABEL)
@@ -591,7 +593,9 @@ def rows_of(record: JSON | Unusable, columns: Columns, kind: RecordKind) -> Sequ
     try:
         if isinstance(record, Unusable):
             return [record]
-        if kind != "unpaired" or columns.label in record or not _is_pair(record, columns):
+        names = () if kind != "unpaired" or columns.label in record else _present(record)
+        is_pair = reader_of(names, columns, "preference") and not reader_of(names, columns, "unpaired")
+        if not is_pair and not {"chosen_ids", "rejected_ids"} <= {*names}:
             return [parse(record, columns, kind)]
         pair = parse(record, columns, "preference")
     except Unusable as why:
@@ -602,13 +606,6 @@ def rows_of(record: JSON | Unusable, columns: Columns, kind: RecordKind) -> Sequ
         changes: JSON = {"completions": pair.completions[k : k + 1], "columns": title, "label": label}
         rows.append(replace(pair, **changes, **({"learnt": learnt[k : k + 1]} if learnt else {})))
     return rows
-
-
-def _is_pair(record: JSON, columns: Columns) -> bool:
-    """Whether a record has two answers, and nothing that is read as one with a label."""
-    names = _present(record)
-    is_labelled, is_pair = (reader_of(names, columns, kind) for kind in ("unpaired", "preference"))
-    return bool(is_pair and not is_labelled) or {"chosen_ids", "rejected_ids"} <= {*names}
 
 
 def _token_columns(record: JSON, kind: RecordKind) -> tuple[str, ...] | None:
@@ -829,16 +826,6 @@ MEDIA_FILES = re.compile(
 
 def _says_something(value: object) -> bool:
     return bool(value.strip()) if isinstance(value, str) else value not in (None, [], {})
-
-
-def _require_unimportant(name: str, value: object, title: str) -> None:
-    """Raises Unusable where a column that nothing reads changes what its row means."""
-    if name not in MEANINGFUL:
-        _require_no_media(name, value)
-    elif _says_something(value):
-        setting = f"set {MEANINGFUL[name]}, or " if MEANINGFUL[name] else ""
-        how = f"{title} does not read it; {setting}leave it out with data.ignore=[{name}]"
-        raise Unusable(f"column {name!r} would be lost: {how}")
 
 
 def _require_no_media(name: str, value: object) -> None:

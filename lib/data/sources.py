@@ -396,14 +396,10 @@ def require_apart(settings: DataSettings, kind: RecordKind, tell: Tell) -> None:
     train, valid = settings.train, settings.valid
     if valid is None:  # data.holdout parts prompts
         return
-    opened = (open_sources(source, settings, kind, None, silent) for source in (train, valid))
-    of_train, of_valid = (
-        (records, rows, records.column("prompt_key")[rows], records.column("content_key")[rows])
-        for records, rows in opened
-    )
-    records, rows, prompts, contents = of_valid
-    is_trained = np.isin(contents, of_train[3])
-    has_prompt = np.isin(prompts, of_train[2]) & (prompts != contents)  # plain text has none
+    (trained, numbers), (records, rows) = (open_sources(of, settings, kind, None, silent) for of in (train, valid))
+    fields = [(records.column(name)[rows], trained.column(name)[numbers]) for name in ("prompt_key", "content_key")]
+    has_prompt, is_trained = (np.isin(*each) for each in fields)
+    has_prompt &= fields[0][0] != fields[1][0]  # plain text has no prompt
     name = " + ".join(weights_of(valid))
     if is_trained.all():
         raise UserError(
@@ -418,5 +414,4 @@ def require_apart(settings: DataSettings, kind: RecordKind, tell: Tell) -> None:
 
 def is_held_out(prompt_keys: np.ndarray, holdout: float) -> np.ndarray:
     """Whether each prompt, uint64 [n], is held out: by its hash alone, so that other rows change nothing."""
-    below: np.ndarray = prompt_keys < np.uint64(int(holdout * 2**64))
-    return below
+    return np.asarray(prompt_keys < np.uint64(int(holdout * 2**64)))

@@ -431,7 +431,12 @@ class Encoder:
             message = messages[index]
             low, high = self.template.place_of(chat, messages, index, whole) or (-1, -1)
             if high < 0 or message.get("tool_calls"):
-                high = self._end_of(self.template.apply(chat, messages[: index + 1]), whole)
+                until = os.path.commonprefix([self.template.apply(chat, messages[: index + 1]), whole])
+                high = len(until)  # without the end of its turn:
+                for token, begin in zip(*map(reversed, self.tokens.starts(until)), strict=True):
+                    if token not in self.end_ids and not self._is_filler(token):
+                        break
+                    high = begin
             header = self.template.apply_or_none(chat, messages[:index], is_prompt=_is_model(message))
             common = self._common(header or "", whole)
             if header and not EMPTY_THINKING.sub("", header[common:]).strip():  # Qwen3 writes it before the last alone
@@ -446,16 +451,6 @@ class Encoder:
                 )
             spans.append((low, high))
         return spans
-
-    def _end_of(self, until: str, whole: str) -> int:
-        """Where in the whole the last message of the text `until` ends, without the end of its turn."""
-        common = os.path.commonprefix([until, whole])
-        end = len(common)
-        for token, begin in zip(*map(reversed, self.tokens.starts(common)), strict=True):
-            if token not in self.end_ids and not self._is_filler(token):
-                break
-            end = begin
-        return end
 
     @cached_property
     def _written_behind(self) -> list[list[int]]:

@@ -235,12 +235,18 @@ def compute() -> None:
     print(json.dumps([machine.device, machine.device_name, hardware.quick_gflops(1.0)]))
 
 
-def sum_of_two(request: Request, backend: str) -> Finding:
-    """Two ranks on this machine add up a number."""
+def two_ranks_here() -> list[str]:
+    """Words that start two ranks on this machine, at ports that are free."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = min(probe.getsockname()[1], 64_000)
-    words = ["launch", "--hosts", "localhost:2", "--no-preflight", "--backend", backend, "--starting-port", str(port)]
-    done, why = run_python([*words, "--", "-m", "lib.launch.preflight", "sum", "2"], 60)
+    return ["launch", "--hosts", "localhost:2", "--no-preflight", "--starting-port", str(port)]
+
+
+def sum_of_two(request: Request, backend: str) -> Finding:
+    """Two ranks on this machine add up a number."""
+    done, why = run_python(
+        [*two_ranks_here(), "--backend", backend, "--", "-m", "lib.launch.preflight", "sum", "2"], 60
+    )
     note = "./launch uses ring, not MPI" if backend == "mpi" else "is a firewall on"
     return Finding("failed", why or "no answer", SETUP, note) if done.status else Finding("ok", "two ranks added up")
 

@@ -96,9 +96,7 @@ class Trials:
         """Starts a rank on every host."""
         if self.hosts:
             return ["launch", "--hostfile", str(self.hosts.absolute())]
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = min(probe.getsockname()[1], 64_000)
-        return ["launch", "--hosts", "localhost:2", "--no-preflight", "--starting-port", str(port)]
+        return preflight.two_ranks_here()
 
     def steps_of(self, name: str) -> list[dict[str, Any]]:
         """The records of a run's steps."""

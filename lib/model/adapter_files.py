@@ -25,7 +25,7 @@ from lib.errors import UserError, in_one_line
 from lib.system import files
 from lib.system.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
-Described = Mapping[str, tuple[tuple[int, ...], mx.Dtype]]  # shape and dtype by name
+Described = dict[str, tuple[tuple[int, ...], mx.Dtype]]  # shape and dtype by name
 Arrays = Iterable[tuple[str, mx.array | np.ndarray]]  # or the raw bytes
 Value = TypeVar("Value")
 
@@ -99,7 +99,7 @@ def trainable(model: nn.Module) -> dict[str, mx.array]:
     return dict(tree_flatten(model.trainable_parameters()))
 
 
-def described(arrays: Mapping[str, mx.array]) -> dict[str, tuple[tuple[int, ...], mx.Dtype]]:
+def described(arrays: Mapping[str, mx.array]) -> Described:
     """Shapes and dtypes by name."""
     return {name: (array.shape, array.dtype) for name, array in arrays.items()}
 
@@ -204,7 +204,7 @@ def stored_arrays(folder: Path, where: str) -> tuple[dict[str, mx.array], dict[s
 
 def fitted(wanted: Described, loaded: Mapping[str, mx.array], where: str) -> dict[str, mx.array]:
     """Trained parameters in the wanted types; LoRA's rank may differ. Raises UserError: names the first misfit."""
-    shapes: dict[str, tuple[tuple[int, ...], mx.Dtype]] = {}
+    shapes: Described = {}
     for name, array in loaded.items():
         shape, dtype = wanted.get(name, (array.shape, array.dtype))
         is_same = _with_rank(name, array.shape, 0) == _with_rank(name, shape, 0)

@@ -31,7 +31,7 @@ Words = Sequence[str]  # settings, as one types them
 
 PREFIX = "base_model.model."
 PICKLED = "adapter_model.bin"
-UNPICKLE = "import sys,torch,safetensors.torch as s;s.save_file(torch.load(sys.argv[1],weights_only=True),sys.argv[2])"
+UNPICKLE = "import torch,safetensors.torch as s;s.save_file(torch.load('{0}.bin',weights_only=True),'{0}.safetensors')"
 HEAD = "lm_head"
 SAME_SCALE = 1e-6  # relatively: what one types of a square root
 # PEFT's name of an array, and ours. Embeddings are looked up in A^T, so ours have the same form as linear layers.
@@ -129,8 +129,8 @@ def read(folder: Path, where: str) -> PeftAdapter:
     """An adapter that peft saved. Raises UserError: it cannot be read, or has parts that have no counterpart here."""
     where, weights = f"{where} {folder}", folder / PEFT_WEIGHTS
     if not weights.exists():
-        command = shlex.join(["python3", "-c", UNPICKLE, str(folder / PICKLED), str(weights)])
-        raise UserError(f"{where}: {PICKLED} is a pickle, which may run code; convert it where torch is: {command}")
+        command = shlex.quote(UNPICKLE.format(weights.with_suffix("")))
+        raise UserError(f"{where}: {PICKLED} is a pickle, which may run code; where torch is: python3 -c {command}")
     read_file.require_regular(weights, where)
     try:
         config = read_file.read_object(folder / ADAPTER_CONFIG, where)

@@ -52,8 +52,7 @@ class StepTable:
 
     def of(self, name: str) -> np.ndarray:
         """One column: float64 [records]."""
-        column: np.ndarray = self.rows[:, STEP_COLUMNS.index(name)]
-        return column
+        return np.asarray(self.rows[:, STEP_COLUMNS.index(name)])
 
 
 def _number(value: Any) -> float:

@@ -66,16 +66,6 @@ def advantages(rewards: mx.array, counted: mx.array, kind: str, deviation: mx.ar
             return centered * count / mx.maximum(count - 1, 1)
 
 
-def log_ratios_of(log_ratios: mx.array, tokens: mx.array, of: str) -> mx.array:
-    """log rho: float32 [b, K, C] for `token` (GRPO), else one for all of a completion, [b, K, 1]. geometric_mean: that
-    of a completion's tokens, GSPO, Zheng et al. 2025, arXiv:2507.18071, eq. 7; completion: their product, as RLOO has
-    it. log_ratios: float32 [b, K, C], of the tokens, 0 where masked. tokens: float32 [b, K]."""
-    if of == "token":
-        return log_ratios
-    total = log_ratios.sum(axis=-1, keepdims=True)
-    return total / mx.maximum(tokens[..., None], 1) if of == "geometric_mean" else total
-
-
 def group_loss(train: TrainSettings, groups: Groups) -> tuple[mx.array, dict[str, mx.array]]:
     """(losses, sums): float32 [b, K], each completion's, summed over its tokens; and sums by the names in `SUMS`. A
     token's loss is -min(rho A, clip(rho, 1 - epsilon, 1 + epsilon_high) A) + beta KL, GRPO, arXiv:2402.03300, eq. 3;
@@ -84,7 +74,13 @@ def group_loss(train: TrainSettings, groups: Groups) -> tuple[mx.array, dict[str
     mask, tokens, counted = groups.mask, groups.tokens, groups.counted
     upper = train.epsilon if train.epsilon_high is None else train.epsilon_high
     scale = advantages(groups.rewards, counted, train.advantages, groups.deviation)[..., None]
-    log_ratio = log_ratios_of(mx.where(mask, groups.logps - groups.sampling_logps, 0.0), tokens, train.ratio)
+    # log rho: [b, K, C] of each token (GRPO), else one of a completion, [b, K, 1]: of its tokens' product (RLOO), or
+    # their geometric mean (GSPO, Zheng et al. 2025, arXiv:2507.18071, eq. 7).
+    log_ratio = mx.where(mask, groups.logps - groups.sampling_logps, 0.0)
+    if train.ratio != "token":
+        log_ratio = log_ratio.sum(axis=-1, keepdims=True)
+    if train.ratio == "geometric_mean":
+        log_ratio = log_ratio / mx.maximum(tokens[..., None], 1)
     ratio = mx.exp(mx.minimum(log_ratio, MOST_LOG_RATIO))
     clipped = mx.clip(ratio, 1 - train.epsilon, 1 + upper)
     per_token = -mx.minimum(ratio * scale, clipped * scale)

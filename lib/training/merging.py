@@ -46,8 +46,7 @@ def normalised_weights(pairs: Sequence[int], steps: Sequence[int]) -> np.ndarray
     (arXiv:2007.07481, equation 6): a rank's change counts by the step, and the mean step is taken as often as the ranks
     did on average."""
     weights, taken = example_weights(pairs), np.array(steps, np.float64)
-    factors: np.ndarray = np.divide(weights * (weights @ taken), taken, out=np.zeros_like(weights), where=taken > 0)
-    return factors
+    return np.divide(weights * (weights @ taken), taken, out=np.zeros_like(weights), where=taken > 0)
 
 
 def average(adapters: Sequence[Adapter], weights: np.ndarray) -> dict[str, np.ndarray]:

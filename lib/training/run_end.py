@@ -35,8 +35,7 @@ def take_best(run: TrainingRun, latest: Metrics) -> tuple[int, Metrics]:
         return progress.step, latest
     path = run.folder / "checkpoints" / f"step-{step:08d}"
     if fault := run.world.broadcast_text(checkpoint.fault_of(path) or "" if run.world.rank == 0 else ""):
-        text = f"{path}, of the best {run.best_by}, is damaged ({fault}); the last weights are taken"
-        run.say.warning(text, run.own_step)
+        run.say.warning(f"{path}, of the best {run.best_by}, is damaged ({fault}); the last are taken", run.own_step)
         return progress.step, latest
     checkpoint.restore_weights(path, run.model, run.world)
     run.say.line(f"the weights of step {step} are taken, of the best {run.best_by} ({best:.4f})")
@@ -45,10 +44,10 @@ def take_best(run: TrainingRun, latest: Metrics) -> tuple[int, Metrics]:
 
 def worsened(best_by: str, before: Metrics, after: Metrics) -> str | None:
     """What to say where the weights that are kept are worse than those before training, by the figure that decides."""
-    was, now, sign = before.get(best_by), after.get(best_by), 1 if best_by == "loss" else -1
-    if was is None or now is None or sign * (now - was) <= 0:
+    was, now = before.get(best_by), after.get(best_by)
+    if was is None or now is None or (now <= was if best_by == "loss" else now >= was):
         return None
-    figures = f"the held-out {best_by.replace('_', ' ')} was {was:.4f} before it and is {now:.4f} now"
+    figures = f"held-out {best_by} was {was:.4f} before it and is {now:.4f} now"
     return f"training made the model worse: {figures}; try a lower train.learning_rate or fewer train.steps"
 
 
@@ -86,6 +85,7 @@ def summary_of(
     """The summary of a run that ends. metrics: held out, of the weights of `final_step`, which the folder holds. ranks:
     every rank's totals; with metrics, if never merged."""
     config, plan, progress = run.config, run.plan, run.progress
+    seconds = progress.seconds or float("inf")
     predicted = plan.predicted_step_seconds if plan.calibrated and not plan.divides_model else None
     planned = [rank.share / predicted if predicted else None for rank in plan.ranks]
     return {
@@ -104,8 +104,8 @@ def summary_of(
         "tokens": progress.tokens,
         "seconds": progress.seconds,  # of steps
         "wall_seconds": progress.wall_seconds,  # of all processes that made its steps, from each one's launch on
-        "pairs_per_second": progress.pairs / progress.seconds if progress.seconds else 0.0,
-        "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else 0.0,
+        "pairs_per_second": progress.pairs / seconds,
+        "tokens_per_second": progress.tokens / seconds,
         **_speeds(plan, ranks),
         "cost": hosts_cost([rank.host for rank in plan.ranks], progress.wall_seconds, config.cost),
         **{name: metrics.get(name) for name in FIGURES},
