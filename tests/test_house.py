@@ -90,8 +90,8 @@ def test_plan_is_pure() -> None:
 
 # What the tree holds today, and may not exceed; the aim stands behind. Who brings a number down lowers it here.
 BUDGET = {
-    "lines": 29_773,  # of lib/, train.py and launch: 20,000
-    "nodes": 287_075,  # of their syntax trees: 160,000
+    "lines": 29_758,  # of lib/, train.py and launch: 20,000
+    "nodes": 287_074,  # of their syntax trees: 160,000
     "tests": 18_000,  # lines: 18,000
     "benchmarks": 4_000,  # lines: 4,000
     "benchmark files": 19,  # 20
@@ -104,8 +104,8 @@ BUDGET = {
 def test_the_budget_of_lines_holds() -> None:
     benchmarks = list((ROOT / "benchmarks").glob("*.py"))
     counts = {
-        "lines": 29_773lines(iter(LIBRARY)),
-        "nodes": 287_075sum(sum(1 for _ in ast.walk(tree)) for tree in TREES.values()),
+        "lines": lines(iter(LIBRARY)),
+        "nodes": sum(sum(1 for _ in ast.walk(tree)) for tree in TREES.values()),
         "tests": lines((ROOT / "tests").rglob("*.py")),
         "benchmarks": lines(iter(benchmarks)),
         "benchmark files": len(benchmarks),
