@@ -460,7 +460,7 @@ def test_which_machine_for_which_model(tmp_path, capsys) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert machine("--model", str(tmp_path)) == "m4-max"
     assert machines.main(["--model", "200B", "--hosts", "m1"]) == 0
-    assert "a smaller or quantised model (14B-4bit for 14B) takes less" in capsys.readouterr().out
+    assert "a smaller or a quantised one (14B-4bit) takes less" in capsys.readouterr().out
     for words, text in ((["--model", "nothing"], "neither a folder"), (["--model", "8B", "--hosts", "x"], "known are")):
         assert machines.main(words) == 2 and text in capsys.readouterr().err
 

@@ -120,7 +120,7 @@ def show(shape: ModelShape, training: Training, hosts: Sequence[HostCalibration]
         machine = "distributed"
         print("take: all of them, each with a part of the model (strategy=auto cuts it into stages)")
     else:
-        print("take: none of them holds it, nor do all together; a smaller or quantised model (14B-4bit for 14B) takes less")
+        print("take: none of them holds it, nor do all together; a smaller or a quantised one (14B-4bit) takes less")
     print(json.dumps({"weights_bytes": weights, "hosts": rows, "machine": machine}))
 
 
