@@ -165,9 +165,6 @@ def test_chats_are_rendered_as_in_training_and_refusals_are_reported(adapter: Ha
         adapter.apply_chat_template([asked])
 
 
-# ---- The command
-
-
 def test_without_the_package_the_command_says_what_to_install(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(harness, "PACKAGE", "lm_eval_that_is_not_there")
     words = ["--model", str(MODEL), "--tasks", "x", "--out", str(tmp_path / "out.json")]

@@ -17,8 +17,6 @@ from tests.tiny import ROOT
 LIT = macs.profile(("Color LCD", True), ("DELL U2722DE", False))
 DARK = macs.profile(("Color LCD", False))
 
-# ---- Displays
-
 
 @pytest.mark.parametrize(
     ("setting", "displays", "told", "asked_of_pmset"),

@@ -96,10 +96,11 @@ class Learner:
         plan = run.schedule.at(run.progress.step + 1)
         self.worker = 0 if plan.divides_model else run.world.rank
         self.recomputes = bool(run.config.model.gradient_checkpointing or plan.checkpoints_blocks(run.world.rank))
-        # Pairs in a micro-batch of this rank, as memory leaves it; of a divided model every rank takes the same ones.
-        limits = run.world.gather_values(self.memory.size) if plan.divides_model else [self.memory.size]
+        # Pairs in a micro-batch, as memory leaves it. Ranks that divide a model take the same, and recompute together.
+        known = self.memory.size, self.memory.recomputes
+        limits, recomputed = zip(*(run.world.gather_values(known) if plan.divides_model else [known]), strict=True)
         self.max_micro_batch_size = min(filter(None, [run.schedule.most_at(self.worker), *limits]), default=None)
-        self._make_step(self.memory.recomputes and run.config.model.may_turn_on_checkpointing and not self.recomputes)
+        self._make_step(any(recomputed) and run.config.model.may_turn_on_checkpointing and not self.recomputes)
 
     def _make_step(self, turns_on_checkpointing: bool) -> None:
         run, train, sync = self.run, self.run.config.train, self.run.config.sync
@@ -169,11 +170,12 @@ class Learner:
         _, before = schedule.plans[-1]
         at_one = [rank for rank in hit if max(before.workers[rank].micro_batch_sizes, default=1) == 1]
         held = f"held {', '.join(f'{size / 1e9:.4g} GB' for size in failure.needed_bytes)}"
-        if at_one and (self.recomputes or not (model.may_turn_on_checkpointing and hasattr(run.model, "layers"))):
+        recomputes = all(run.world.gather_values(self.recomputes)) if before.divides_model else self.recomputes
+        if at_one and (recomputes or not (model.may_turn_on_checkpointing and hasattr(run.model, "layers"))):
             hosts = ", ".join(f"rank {rank} ({before.ranks[rank].host})" for rank in at_one)
-            what = f"a single pair{' and gradient checkpointing' * self.recomputes}"
+            what = f"a single pair{' and gradient checkpointing' * recomputes}"
             remedy = f"a smaller data.max_length, {'strategy=pipelined' if run.world.size > 1 else 'a quantised model'}"
-            if not self.recomputes:
+            if not recomputes:
                 remedy = "model.gradient_checkpointing=true with model.dropout=0"
             raise AgreedError(f"{hosts} ran out of memory with {what}: {held} ({failure}); try {remedy}")
         plan = schedule.halve(step, hit, gradient_checkpointing=bool(at_one))
