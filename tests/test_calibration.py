@@ -131,9 +131,6 @@ def test_an_old_file_works_or_says_which_version_wrote_it(tmp_path) -> None:
         read_calibration(path)
 
 
-# ---- Keys
-
-
 def key_of(folder: Path, *words: str, **stored: Any) -> CurveKey:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"hidden_size": 16, **stored}))

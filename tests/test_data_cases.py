@@ -413,9 +413,6 @@ def test_tokens_are_written_as_training_takes_them(tmp_path, capsys) -> None:
     assert [row.prompt_ids.tolist() for row in again] == [line["prompt_ids"] for line in lines]
 
 
-# ---- Ten more reports about other trainers
-
-
 def learnt_text(data: Any, k: int = 0, name: str = QWEN) -> str:
     return str(wrapped(name).decode(data[0].completions[k][data[0].masks[k]].tolist()))
 

@@ -166,9 +166,6 @@ def test_settings_that_the_documents_name_exist() -> None:
             assert name in known or is_file, f"{path.name}: {name} is no setting"
 
 
-# ---- Links
-
-
 def anchors(text: str) -> set[str]:
     """As GitHub makes them of headings."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), re.M)

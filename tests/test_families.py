@@ -158,9 +158,6 @@ def test_a_family_s_exports_are_proven_or_refused(tmp_path, family: str, capsys)
         assert status == 0 or text.count("\n") == 1, text
 
 
-# ---- Gradients in float64
-
-
 def gather(a: mx.array, b: mx.array, lhs_indices: None = None, rhs_indices: Any = None, **_: Any) -> mx.array:
     """mx.gather_mm, which MLX has for float32 alone."""
     return a @ b[rhs_indices]

@@ -37,17 +37,19 @@ def test_mlx_own_file_keeps_addresses_devices_backend_and_variables() -> None:
 
 
 def test_hosts_may_differ_in_user_port_paths_and_variables() -> None:
-    line = "mac-b user=ada port=2222 directory=/Users/ada/t map=/data:/Users/ada/d env=OMP_NUM_THREADS=2"
-    entry = {"ssh": "mac-b", "user": "ada", "port": 2222, "directory": "/Users/ada/t", "map": ["/data:/Users/ada/d"]}
+    line = 'mac-b user=ada port=2222 directory="/Users/ada/t x" map=/data:/Users/ada/d env=OMP_NUM_THREADS=2'
+    entry = {"ssh": "mac-b", "user": "ada", "port": 2222, "directory": "/Users/ada/t x", "map": ["/data:/Users/ada/d"]}
     entry["env"] = ["OMP_NUM_THREADS=2"]
     assert parse(line, "here") == parse(json.dumps([entry]), "here")
     there = parse(line, "here").hosts[0]
     job = Job((Host("a"), there), "ring", ("train.py", f"data.train={ROOT}/x", "data.valid=[/data/a,/database]"))
     assert ssh.remote_command(job, there, "m")[-4:-1] == ["Port=2222", "--", "ada@mac-b"]
-    assert "cd /Users/ada/t && exec /Users/ada/t/.venv/bin/python -m m" in ssh.remote_command(job, there, "m")[-1]
+    assert (
+        "cd '/Users/ada/t x' && exec '/Users/ada/t x/.venv/bin/python' -m m" in ssh.remote_command(job, there, "m")[-1]
+    )
     first, second = jobs.rank_commands(replace(job, backend="nccl", hosts=(Host("10.0.0.1"), there)))
     assert first.command[1:] == job.command and second.environment["OMP_NUM_THREADS"] == "2"
-    assert second.command[2:] == ("data.train=/Users/ada/t/x", "data.valid=[/Users/ada/d/a,/database]")
+    assert second.command[2:] == ("data.train=/Users/ada/t x/x", "data.valid=[/Users/ada/d/a,/database]")
 
 
 def test_the_example_is_one() -> None:
@@ -66,6 +68,7 @@ def test_the_example_is_one() -> None:
         ("[::1]:2", "IPv6"),
         ("-oProxyCommand=touch${IFS}owned:1", "no host's name"),
         ("a directory=here", "whole path"),
+        ('a directory="/x y', "is neither"),
         ("a python=/bin/sh", "'/bin/sh': not the whole path of a Python"),
         ("a map=/x", "HERE:THERE"),
         ("a env=LD_PRELOAD=x", "not a NAME=VALUE that a host file may set"),

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from lib.errors import UserError
-from lib.launch import command, hostfile, job, ssh
+from lib.launch import command, hostfile, job, launcher, ssh
 from tests import tiny
 from tests.cluster import Host
 from tests.tiny import ROOT
@@ -111,6 +111,19 @@ def test_rdma_that_is_not_there_or_dies_ends_on_ring_with_the_same_weights(tmp_p
         assert done.stderr.count("launch: jaccl failed: this run goes on over ring") == 1, done.stderr
         assert ("does not come up" in done.stderr) == (name == "missing") and "Traceback" not in done.stderr
         assert tiny.difference(tmp_path / "runs/whole", tmp_path / "runs" / name) == 0.0
+
+
+def test_a_port_whose_packets_are_dropped_is_told_from_an_address_that_is_lost(monkeypatch) -> None:
+    monkeypatch.setattr(launcher, "is_local", lambda *_: True)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.create_server(("127.0.0.1", 0)) as sshd:
+        waiting, port = (
+            [socket.create_connection(full.getsockname(), 1)],
+            full.getsockname()[1],
+        )  # Linux drops what follows
+        host = hostfile.Host("a", addresses=("127.0.0.1",), port=sshd.getsockname()[1])
+        ring = job.Job((host,), "ring", ("train.py",), starting_port=port)
+        assert f"a firewall drops what comes to port {port} of 127.0.0.1" in launcher.dropped_text(ring)
+    assert waiting and not launcher.dropped_text(ring), "a port that refuses is there"
 
 
 def test_ranks_find_each_other_and_a_failed_ranks_status_is_the_launchers(tmp_path) -> None:

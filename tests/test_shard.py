@@ -234,9 +234,6 @@ def test_equal_parts_are_compiled_where_nccl_sums_or_where_it_is_told(
     assert step_module.is_compiled(TrainSettings(compile=told), world.workers) == is_compiled
 
 
-# ---- Training ----------------------------------------------------------------------------------------------------------
-
-
 @two
 @pytest.mark.parametrize(
     ("words", "changes"),

@@ -396,9 +396,6 @@ def test_per_pair_figures_equal_float64(tmp_path) -> None:
         assert line == pytest.approx(row, rel=0, abs=limit)
 
 
-# ---- What a user gets wrong: one line, status 2, nothing lost ----------------------------------------------------------
-
-
 def test_a_run_folder_has_one_owner_and_is_never_overwritten(tmp_path) -> None:
     run = tiny.run(tmp_path, train__steps=2)
     before = tiny.bits(run)

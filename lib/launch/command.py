@@ -49,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         job = job_of(options)
         if options.emit:
-            text = hostfile.to_text(job.hosts) if options.emit == "hostfile" else None
-            print(text or scheduler_file(job, options.emit), end="")
+            emitted = hostfile.to_text(job.hosts) if options.emit == "hostfile" else scheduler_file(job, options.emit)
+            print(emitted, end="")
             return 0
         job = checked(job)
         if options.sync:

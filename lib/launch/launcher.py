@@ -27,8 +27,8 @@ from lib.distributed import connection
 from lib.distributed.heartbeat import WATCHER, Watcher
 from lib.environment import ROOT
 from lib.errors import UserError, shown
+from lib.launch import hostfile, ssh
 from lib.launch import job as jobs
-from lib.launch import ssh
 from lib.launch.hostfile import Host
 from lib.launch.job import RDMA_BACKENDS, Job, RankCommand
 from lib.launch.rank_process import HELLO
@@ -49,15 +49,17 @@ MAC_RESTARTS = 3  # by default where a host is a Mac: a lit display may end a ra
 MPI_TAG = re.compile(r"\[[^\]]*?,(\d+)\]<(?:stdout|stderr)>: ?")
 MPI_FAILED = re.compile(r"process rank (\d+) with PID|Process name: \[[^\]]*,(\d+)\]")  # in mpirun's last words
 
-# Prints which addresses nothing answers at: one that refuses the port is there.
+# Prints the addresses at which a port does not answer, `dropped:` before those where sshd does. To refuse is to answer.
 REACH = """import socket, sys
-for address in sys.argv[2:]:
+def answers(port):
     try:
-        socket.create_connection((address, int(sys.argv[1])), 1).close()
-    except ConnectionRefusedError:
-        pass
-    except OSError:
-        print(address)"""
+        socket.create_connection((address, int(port)), 1).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return True
+for address in sys.argv[3:]:
+    if not answers(sys.argv[1]):
+        print("dropped:" * answers(sys.argv[2]) + address)"""
 
 Interrupts = queue.SimpleQueue[int]  # numbers of signals
 
@@ -291,15 +293,15 @@ def supervise(
         if here is None and job.backend in RDMA_BACKENDS and not is_killed:
             console.note(f"{job.backend} failed: this run goes on over ring")
             job, restarts = replace(job, backend="ring"), restarts + 1
-        hosts: tuple[Host, ...] = ()
         way_on = "nothing was saved"
         if run is not None:
             way_on = f"go on with: {job.launch_line(command=jobs.resume_command(first_command, run, same_world=True))}"
-        if starts <= restarts:
-            hosts = answering_hosts(job, everyone, console, interrupts)
+        hosts = answering_hosts(job, everyone, console, interrupts) if starts <= restarts else ()
         if not interrupts.empty():
             return 128 + interrupts.get()
         if not hosts:
+            if outcome.kind in ("stopped", "wedged") and (why := dropped_text(job)):
+                console.note(why)
             console.note(way_on)
             return outcome.status
         starts += 1
@@ -336,19 +338,31 @@ def answering_hosts(job: Job, hosts: tuple[Host, ...], console: Console, interru
         time.sleep(2.0)
 
 
+def unanswered(job: Job) -> list[str]:
+    """By host, what REACH prints of its addresses on the host before it."""
+
+    def of_host(before: Host, host: Host) -> str:
+        addresses = host.addresses or (hostfile.address(host, job.hosts),)
+        words = [job.python_of(before), "-c", REACH, f"{job.starting_port}", f"{host.port or 22}", *addresses]
+        words = words if is_local(job, before) else [*ssh.ssh_command(before), shlex.join(words)]
+        return os_commands.run(words, PROBE_SECONDS + len(addresses)).output
+
+    with ThreadPoolExecutor(len(job.hosts)) as pool:
+        return list(pool.map(of_host, (job.hosts[-1], *job.hosts[:-1]), job.hosts))
+
+
+def dropped_text(job: Job) -> str:
+    """Where packets of ranks are lost that those of ssh are not; "" for nowhere."""
+    where = ", ".join(re.findall(r"dropped:(\S+)", " ".join(unanswered(job))))
+    return where and f"a firewall drops what comes to port {job.starting_port} of {where}: docs/setup.md, Firewalls"
+
+
 def over_answering_addresses(job: Job, console: Console) -> Job:
     """The job whose ring uses the addresses of its host file at which the host before still reaches a host: a cable may
     be out that ssh does not need. Hosts that are left with none are reached by their names' addresses."""
-
-    def unanswered(before: Host, host: Host) -> set[str]:
-        words = [job.python_of(before), "-c", REACH, str(job.starting_port), *host.addresses]
-        words = words if is_local(job, before) else [*ssh.ssh_command(before), shlex.join(words)]
-        return set(os_commands.run(words, PROBE_SECONDS + len(host.addresses)).output.split()) & {*host.addresses}
-
     if job.backend != "ring" or len(job.hosts) == 1 or not any(host.addresses for host in job.hosts):
         return job
-    with ThreadPoolExecutor(len(job.hosts)) as pool:
-        lost = list(pool.map(unanswered, (job.hosts[-1], *job.hosts[:-1]), job.hosts))
+    lost = [{*of.split()} & {*host.addresses} for host, of in zip(job.hosts, unanswered(job), strict=True)]
     if not any(lost):
         return job
     console.note(f"no answer at {', '.join(sorted(set[str]().union(*lost)))}: the ring takes the next address")

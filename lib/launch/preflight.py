@@ -41,7 +41,7 @@ from lib.errors import UserError, shown
 from lib.launch import hostfile, ssh
 from lib.launch.hostfile import Host
 from lib.launch.job import RDMA_BACKENDS, Job, ports_of
-from lib.launch.launcher import Console, Start, is_local
+from lib.launch.launcher import Console, Start, dropped_text, is_local
 from lib.plan.shares import listed
 from lib.system import files, hardware, mpi_and_blas, network, os_commands, terminal
 
@@ -248,7 +248,8 @@ def sum_of_two(request: Request, backend: str) -> Finding:
         [*two_ranks_here(), "--backend", backend, "--", "-m", "lib.launch.preflight", "sum", "2"], 60
     )
     note = "./launch uses ring, not MPI" if backend == "mpi" else "is a firewall on"
-    return Finding("failed", why or "no answer", SETUP, note) if done.status else Finding("ok", "two ranks added up")
+    why = f"mpirun: {why}" if backend == "mpi" else why or "no answer"
+    return Finding("failed", why, SETUP, note) if done.status else Finding("ok", "two ranks added up")
 
 
 CHECKS: dict[str, Check] = {"project": check_project, "packages": check_packages, "files": check_files}
@@ -257,6 +258,7 @@ CHECKS |= {"compute": check_compute, "mpi": functools.partial(sum_of_two, backen
 CHECKS |= {"ring": functools.partial(sum_of_two, backend="ring")}
 OF_A_HOST = ("project", "packages", "files", "memory", "disk", "ports")
 NEEDED = ("packages", "compute", "memory", "disk")  # for training on this machine alone
+OF_DOCTOR = (*NEEDED, "mpi", "ring")
 
 
 def run_python(words: Sequence[str], limit_seconds: float) -> tuple[os_commands.Completed, str]:
@@ -364,10 +366,10 @@ def try_backend(job: Job) -> list[Finding]:
         speeds = [json.loads(line.removeprefix(SPEED)) for line in lines if line.startswith(SPEED)]
         works = [Finding("ok", job.backend, check="backend", host=name) for name in names]
         return works + [link_finding(job, *speed) for speed in speeds]
-    said = [outcome.message or f"no sum within {limit_seconds:g} s", *(line for line in lines if line.strip())]
-    remedy = job.launch_line("--backend", "mpi" if job.backend == "ring" else "ring")
-    note = f"only ring joins Macs and Linux; is a firewall on at port {job.starting_port}"
-    message = f"{job.backend}: {said[-1]}"
+    said = [outcome.message or f"no sum within {limit_seconds:g} s", *(line for line in lines if "error:" in line)]
+    remedy = "" if job.backend == "ring" else job.launch_line("--backend", "ring")
+    note = f"is a firewall on at port {job.starting_port}, or an address wrong"
+    message = f"{job.backend}: {dropped_text(job) or said[-1]}"
     return [Finding("failed", message, remedy, note, "backend", name) for name in outcome.hosts or names]
 
 
@@ -382,7 +384,7 @@ def link_finding(job: Job, ranks: Sequence[int], latency_seconds: float, seconds
     hosts = [host for host in job.hosts for _ in range(host.slots)]
     first, second = (hosts[rank] for rank in ranks)
     is_slow = seconds > SLOW_SECONDS or latency_seconds > SLOW_LATENCY_SECONDS
-    speed = f"{MESSAGE_BYTES / seconds / 1e6:,.3g} MB/s, {latency_seconds * 1e3:.2f} ms"
+    speed = f"{MESSAGE_BYTES / seconds / 1e6:.1f} MB/s, {latency_seconds * 1e3:.2f} ms"
     message = f"to {second.name}: {job.backend} over {end(first, second)} and {end(second, first)}: {speed}"
     note = "slow; better a cable than Wi-Fi; benchmarks/links.py measures each link" if is_slow else ""
     return Finding("note" if is_slow else "ok", message, "", note, "links", first.name)
@@ -442,7 +444,7 @@ def show(findings: Sequence[Finding], title: str, verdict: str, say: terminal.Te
 @mpi_and_blas.reported
 def doctor() -> int:
     """Prints the page of this machine; returns the exit status."""
-    findings = findings_of(Request(), (*NEEDED, "mpi", "ring"))
+    findings = findings_of(Request(), OF_DOCTOR)
     broken = [one.check for one in findings if one.status == "failed"]
     passed = not set(broken) & set(NEEDED)
     verdict = "training can run here" if passed else "training cannot run here"

@@ -148,7 +148,7 @@ def _copy(job: Job, host: Host, named: str, source: Path, digests: Mapping[str, 
             pass
         if process.wait() != 0:
             errors.seek(0)
-            raise _fault(source, host, errors.read())
+            raise _fault(source, host, errors.read(), process.returncode)
     size = sum((base / name).stat().st_size for name in differ)
     _note(f"{source.name}: {len(differ)} files, {terminal.size_text(size)}, copied to {host.name}")
     if source == ROOT:
@@ -165,7 +165,7 @@ def _install(job: Job, host: Host, folder: str) -> None:
     command = f"cd {shlex.quote(folder)} && exec sh -c {shlex.quote(test)}"
     done = os_commands.run([*ssh_command(host), command], INSTALL_SECONDS)
     if done.status != 0:
-        raise _fault(ROOT, host, done.errors or f"not installed within {INSTALL_SECONDS:.0f} s")
+        raise _fault(ROOT, host, done.errors or f"not installed within {INSTALL_SECONDS:.0f} s", done.status)
     if (seconds := time.monotonic() - began) > 5:
         _note(f"installed on {host.name} in {seconds:.0f} s")
 
@@ -179,10 +179,11 @@ def _by_python(host: Host, words: Sequence[str]) -> str:
     return f"exec sh -c {shlex.quote(command)}"
 
 
-def _fault(source: Path, host: Host, errors: str) -> UserError:
+def _fault(source: Path, host: Host, errors: str, status: int | None) -> UserError:
     lines = [line.strip() for line in errors.splitlines() if line.strip()] or ["no reason was given"]
     why = next((line for line in reversed(lines) if re.search("error", line, re.IGNORECASE)), lines[-1])
-    return UserError(f"--sync {source}: on {host.name}: {why}")
+    steps = remedy(host, why)[1:] if status == 255 else ()  # of ssh itself
+    return UserError("; ".join(filter(None, [f"--sync {source}: on {host.name}: {why}", *steps])))
 
 
 def _note(text: str) -> None:

@@ -3,7 +3,6 @@
     make verdict                             MODEL=FOLDER: also that model's tokens/s; HOSTS=hostfile: over them
     python -m lib.launch.verdict             the same: [--model FOLDER] [--hosts FILE] [--folder OF_THE_PAGE]
     python -m lib.launch.verdict attention   a process of its own, which alone ends where the GPU fails
-    python -m lib.launch.verdict remove DIR  what was trained for the verdict, on every host
 
 Every part is a command of the project in a process of its own; a part that fails stops none of the others. Nothing is
 sent anywhere, and the page names no host, user, path or address. The last line of output is one JSON object. Exit
@@ -17,6 +16,7 @@ import contextlib
 import functools
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -27,6 +27,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -45,7 +46,6 @@ from lib.system import hardware, mpi_and_blas, network, os_commands, terminal
 from lib.system.records import read_records
 
 WIDTH = 110  # of the page
-FOLDER = "verdict-"  # begins the name of the folder of what is trained
 LIMIT_SECONDS = {False: 590.0, True: 890.0}  # of all parts together; with other hosts
 TESTS = ("tests/test_losses.py", "tests/test_step.py", "tests/test_forward.py", "tests/test_long_rows.py")
 SHAPES = ((128, 4, 256), (256, 4, 256), (128, 4, 512))  # hidden size, blocks, tokens of a sequence
@@ -57,6 +57,7 @@ ATTENTION = (1, 8, 4096, 64)  # sequences, heads, positions, numbers of a head
 ROW_TOKENS = 2048  # of a row of the published figure
 SHARED_STEPS, PAIRS_OF_A_RANK = 30, 8  # by which planned and equal shares are compared
 CABLE_SECONDS = 60.0  # that a person has to pull it, and again for the others to go on
+SEVERAL = "wants other machines: make verdict HOSTS=hostfile"
 START_SECONDS = 150.0  # for the first steps of that
 PUBLISHED = "published: 97.8 of Qwen3-8B-4bit on an M1 Max, by mlx-train-perf's README"
 
@@ -89,8 +90,7 @@ class Trials:
         launch = [*self.launch_words(), "--"] if ranks else []
         common = [f"run.dir={self.folder}", f"run.name={name}", f"plan.calibration_dir={self.folder}/none"]
         self.python(*launch, "train.py", *common, "run.pages=false", *words)
-        summary: dict[str, Any] = json.loads((self.folder / name / "summary.json").read_text(encoding="utf-8"))
-        return summary
+        return dict(json.loads((self.folder / name / "summary.json").read_text(encoding="utf-8")))
 
     def launch_words(self) -> list[str]:
         """Starts a rank on every host."""
@@ -110,57 +110,44 @@ class Trials:
 Part = tuple[str, Callable[[Trials], str]]
 
 
-def doctor(trials: Trials) -> str:
+def doctor(_: Trials) -> str:
     """Whether training can run here, and the rate of matrix products."""
-    lines = trials.python("-m", "lib.launch.preflight", limit_seconds=120).strip().splitlines()
-    failed = [" ".join(line.split()) for line in lines if re.match(r"  \S+ +failed", line)]
-    rate = re.search(r"[\d,]+ GFLOP/s", "\n".join(lines))
+    findings = preflight.findings_of(preflight.Request(), preflight.OF_DOCTOR)
+    return f"training can run here; {of_findings(findings, 'compute')} of matrix products"
+
+
+def of_findings(findings: Sequence[preflight.Finding], check: str) -> str:
+    """What a check found. Raises UserError: one of them failed, with the remedy."""
+    failed = [f"{one.check}: {one.message}: {one.remedy} ({one.note})" for one in findings if one.status == "failed"]
     if failed:
         raise UserError("; ".join(failed))
-    return f"{lines[-1]}; {rate[0] if rate else 'no rate'} of matrix products"
-
-
-def wired_limit(_: Trials) -> str:
-    """How much of its memory a Mac's GPU may hold."""
-    if not os_commands.is_mac():
-        raise LeftOut("not a Mac")
-    device, facts = hardware.mlx_device()
-    if device != "metal":
-        raise UserError("MLX does not use this Mac's GPU")
-    limit, memory = facts["max_recommended_working_set_size"], hardware.host_memory_bytes() or 0
-    by = os_commands.sysctl("iogpu.wired_limit_mb") or "unknown"
-    return f"{limit / 1e9:.1f} GB of {memory / 1e9:.1f} GB, {limit / max(memory, 1):.0%}; iogpu.wired_limit_mb={by}"
+    return "; ".join(one.message for one in findings if one.check == check)
 
 
 def numerics(trials: Trials) -> str:
     """Losses, gradients, shared prompts and long rows against float64."""
     output = trials.python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", *TESTS)
-    return output.strip().splitlines()[-1].strip("= ") + " (losses and gradients beside float64)"
+    return f"{output.split(' passed')[0].split()[-1]} tests of losses and gradients pass, most beside float64"
 
 
 def quickstart(trials: Trials) -> str:
-    """As make train runs it."""
+    """As make train runs it, and its peak of memory beside the plan's."""
     summary = trials.train("quickstart", "evaluate.samples=0")
     before, after = summary["exact_match_before"], summary["exact_match_after"]
-    text = f"exact match {before:.1%} before ➜ {after:.1%} after, {summary['wall_seconds']:.0f} s, "
+    text = f"a small model learns to add: {before:.1%} right answers ➜ {after:.1%} (52.7% ➜ 97.3% is usual), "
     text += f"{summary['pairs_per_second']:.1f} pairs/s"
     if not after > before + 0.2:
-        raise UserError(f"{text}: it did not learn; 52.7 % ➜ 97.3 % is usual")
-    return text
-
-
-def memory(trials: Trials) -> str:
-    """The quickstart's peak, and that of the plan's formula."""
+        raise UserError(f"{text}: it did not learn")
     rank = json.loads((trials.folder / "quickstart/plan.json").read_text(encoding="utf-8"))["ranks"][0]
     peak = max(step["peak_memory_bytes"] for step in trials.steps_of("quickstart"))
-    return f"quickstart: {of_formula(peak, rank['planned_bytes'])}"
+    return f"{text}; {of_formula(peak, rank['planned_bytes'])}"
 
 
 def of_formula(peak: int, planned: int) -> str:
     """A peak of memory beside the formula's. Raises UserError: a plan would not have foreseen it."""
-    text = f"peak {terminal.size_text(peak)}, by the formula {terminal.size_text(planned)} ({peak / planned:.2f})"
+    text = f"peak of memory {terminal.size_text(peak)}, a plan expects {terminal.size_text(planned)}"
     if peak > 1.25 * planned:
-        raise UserError(f"{text}: more than the formula allows")
+        raise UserError(f"{text}: more than a plan allows for")
     return text
 
 
@@ -176,13 +163,14 @@ def curve_of(trials: Trials, shape: tuple[int, int, int]) -> str:
     words = ["--quick", "--largest", str(MICRO_BATCH), "--length", str(tokens), f"--folder={trials.folder}/curves"]
     words += [f"model.path={folder}", "model.random_init=true", f"data.max_length={tokens}", "evaluate.answers=null"]
     measured = json.loads(trials.python("benchmarks/calibrate.py", *words, limit_seconds=120).splitlines()[-1])
-    half = tokens // 2
+    rate, best, half = measured["pairs_per_second"], measured["optimal_batch_size"], tokens // 2
     rows = Rows(tokens + 1 - half, tokens + 1, tokens + 1 + half, 2 * half)
     device, point = measured["device"], max(measured["points"], key=lambda one: one["batch_size"])
     planned = MemoryModel(model_shape_of(config, "float32" if device == "cpu" else None), Training(), rows)
-    speed = f"{measured['pairs_per_second']:.3g} pairs/s in micro-batches of {measured['optimal_batch_size']}"
+    speed = f"{rate:.3g} pairs/s ({3 * half * rate:,.0f} tokens/s) in micro-batches of {best}"
     peak = of_formula(point["peak_memory_bytes"], planned.bytes(point["batch_size"], device).total)
-    return f"Llama of {blocks} blocks of {hidden}, {tokens:,} tokens: {speed}; of {point['batch_size']}: {peak}"
+    model = f"Llama of {blocks} blocks of {hidden}, prompts and answers of {half} tokens"
+    return f"{model}: {speed}; of {point['batch_size']}: {peak}"
 
 
 def link(trials: Trials) -> str:
@@ -190,16 +178,14 @@ def link(trials: Trials) -> str:
     done, why = preflight.run_python([*trials.launch_words(), "--preflight-only", "--json", "--", "train.py"], 90)
     if not done.output.startswith("{"):
         raise UserError(why)
-    findings = json.loads(done.output)["findings"]
-    if failed := [f"{one['check']}: {one['message']}" for one in findings if one["status"] == "failed"]:
-        raise UserError("; ".join(failed))
-    return "; ".join(one["message"] for one in findings if one["check"] == "links")
+    findings = [preflight.Finding(**one) for one in json.loads(done.output)["findings"]]
+    return re.sub(r"to \S+: (\w+) over [^:]*: ", r"\1, ", of_findings(findings, "links")) + " a message"
 
 
 def shares(trials: Trials) -> str:
     """Efficiency: the speed together over the sum of what the hosts do alone, at planned and at equal shares."""
     if trials.hosts is None:
-        raise LeftOut("no HOSTS=hostfile was given")
+        raise LeftOut(SEVERAL)
     curves = f"{trials.folder}/hosts"
     words = [*trials.launch_words(), "--", "benchmarks/calibrate.py", "--quick", f"--folder={curves}"]
     (line,) = re.findall(r"^\[0 [^]]*\] (\{.*\})$", trials.python(*words), re.MULTILINE)[-1:] or ["{}"]
@@ -210,20 +196,18 @@ def shares(trials: Trials) -> str:
     common += ["evaluate.every=null", "evaluate.samples=0", "evaluate.answers=null", "strategy=synchronous"]
     common += [f"plan.calibration_dir={curves}"]
     alone = [host["pairs_per_second"] for host in hosts]
-    devices = [f"{host['device_name']} {speed:.1f}" for host, speed in zip(hosts, alone, strict=True)]
-    text = f"alone {' + '.join(devices)} pairs/s"
+    text = f"alone {' + '.join(f'{speed:.1f}' for speed in alone)} pairs/s"
     for name, chosen in (("planned", []), ("equal", [f"plan.shares={[PAIRS_OF_A_RANK] * len(hosts)}"])):
         speed = trials.train(f"{name}-shares", *common, *chosen, ranks=True)["pairs_per_second"]
         plan = json.loads((trials.folder / f"{name}-shares/plan.json").read_text(encoding="utf-8"))
-        divided = " + ".join(map(str, plan["shares"]))
-        text += f"; {name} shares {divided}: {speed:.1f} pairs/s, efficiency {speed / sum(alone):.2f}"
+        text += f"; {name} shares {plan['shares']}: {speed:.1f} pairs/s, efficiency {speed / sum(alone):.2f}"
     return text
 
 
 def cable(trials: Trials) -> str:
     """Whether the others go on when a cable is pulled, by a person, while all train."""
     if trials.hosts is None:
-        raise LeftOut("no HOSTS=hostfile was given")
+        raise LeftOut(SEVERAL)
     words = ["--max-restarts", "1", "--", "train.py", f"run.dir={trials.folder}", "run.name=cable", "run.pages=false"]
     words += ["train.steps=1000000", "checkpoint.every=20", "evaluate.every=null", "evaluate.samples=0"]
     output = trials.folder / "cable.txt"
@@ -263,10 +247,9 @@ def cable(trials: Trials) -> str:
         return f"{'; '.join(notes())}; 20 further steps"
     finally:
         process.send_signal(signal.SIGINT)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        process.kill()
 
 
 def ring(trials: Trials, strategy: str) -> str:
@@ -279,8 +262,8 @@ def ring(trials: Trials, strategy: str) -> str:
     one, other = trials.steps_of("alone"), trials.steps_of(strategy)
     loss = max(abs(a["loss"] - b["loss"]) / abs(a["loss"]) for a, b in zip(one, other, strict=True))
     weights = weights_differ(trials.folder / "alone", trials.folder / strategy)
-    text = f"{summary['world_size']} ranks, {RING_STEPS} steps: losses differ from one rank's by {loss:.1e}, "
-    text += f"weights by {weights:.1e} of their norm; {summary['pairs_per_second']:.1f} pairs/s"
+    text = f"{summary['world_size']} ranks train as one: losses differ from one's by {loss:.1e}, weights by "
+    text += f"{weights:.1e} of their norm; {summary['pairs_per_second']:.1f} pairs/s"
     if not (loss < LOSS_DIFFERS and weights < WEIGHTS_DIFFER and summary["world_size"] > 1):
         raise UserError(f"{text}: more than rounding")
     return text
@@ -312,8 +295,8 @@ def compare_attention() -> str:
     inputs = [mx.random.normal(ATTENTION, key=mx.random.key(seed)).astype(dtype) for seed in range(4)]
     options, gradients = {"scale": ATTENTION[3] ** -0.5}, list[list[mx.array]]()
     by_mlx = functools.partial(mx.fast.scaled_dot_product_attention, mask="causal", **options)
-    text = f"{str(dtype).rpartition('.')[2]}, {ATTENTION[2]:,} positions: "
-    for name, way in (("MLX's", by_mlx), ("ours", functools.partial(long_attention.causal_attention, **options))):
+    text = f"{str(dtype).rpartition('.')[2]}, {ATTENTION[2]:,} positions, forward and backward: "
+    for name, way in (("MLX's", by_mlx), ("Tandem's", functools.partial(long_attention.causal_attention, **options))):
         seconds = []
         mx.reset_peak_memory()
         for _ in range(3):  # the first compiles
@@ -333,31 +316,28 @@ def compare_attention() -> str:
 def published_figure(trials: Trials) -> str:
     """Tokens/s of LoRA on single rows of a model that is here, beside a published figure."""
     if trials.model is None:
-        raise LeftOut("no MODEL=FOLDER was given")
+        raise LeftOut("wants a model: make verdict MODEL=folder")
     stored = json.loads((trials.model / "config.json").read_text(encoding="utf-8"))
-    stored |= stored.get("text_config", {})
-    ids = np.random.default_rng(0).integers(2, stored["vocab_size"], (4, ROW_TOKENS)).tolist()
+    shape = model_shape_of(stored, to_divide=False)
+    ids = np.random.default_rng(0).integers(2, shape.vocabulary, (4, ROW_TOKENS)).tolist()
     rows = "".join(json.dumps({"prompt_ids": row[:1], "completion_ids": row[1:]}) + "\n" for row in ids)
     (trials.folder / "rows.jsonl").write_text(rows, encoding="utf-8")
     words = [f"model.path={trials.model.absolute()}", f"data.train={trials.folder}/rows.jsonl", "data.valid=null"]
     words += ["evaluate.answers=null", "evaluate.every=null", "train.loss=sft", "train.steps=3"]
     trials.train("published", *words, "train.global_batch_size=1", f"data.max_length={ROW_TOKENS}")
     rate = ROW_TOKENS / statistics.median(step["step_seconds"] for step in trials.steps_of("published")[1:])
-    bits = (stored.get("quantization") or {}).get("bits", 16)
-    model = f"{stored.get('model_type')} of {stored.get('num_hidden_layers')} blocks of {stored.get('hidden_size')}"
-    return f"{model}, {bits} bits, LoRA, rows of {ROW_TOKENS:,}: {rate:.1f} tokens/s; {PUBLISHED}"
+    model = f"{stored['model_type']} of {shape.blocks} blocks of {shape.hidden_size}, {8 * shape.weight_bytes:.3g} bits"
+    return f"{model}, LoRA, rows of {ROW_TOKENS:,}: {rate:.1f} tokens/s; {PUBLISHED}"
 
 
-def parts(several: bool) -> list[Part]:
-    """Name and part, in the page's order. several: first what several hosts alone can tell."""
-    of_one = [("numerics", numerics), ("quickstart", quickstart), ("memory", memory), ("attention", attention)]
+def parts() -> list[Part]:
+    """Name and part, in the page's order."""
     ways = ("synchronous", "sharded", "pipelined")
     rings: list[Part] = [(f"ring, {way}", functools.partial(ring, strategy=way)) for way in ways]
-    of_ranks = [("link", link), *rings, ("shares", shares), ("cable", cable)]
-    order = [*of_ranks, *of_one] if several else [*of_one, *of_ranks]
-    curves: list[Part] = [("calibration", functools.partial(curve_of, shape=shape)) for shape in SHAPES]
-    first = [("doctor", doctor), ("wired limit", wired_limit)]
-    return [*first, *order, ("published figure", published_figure), *curves]
+    curves: list[Part] = [("speed", functools.partial(curve_of, shape=shape)) for shape in SHAPES]
+    of_one: list[Part] = [("doctor", doctor), ("quickstart", quickstart), ("numerics", numerics)]
+    of_one += [("attention", attention), ("published figure", published_figure)]
+    return [*of_one, ("link", link), *rings, ("shares", shares), ("cable", cable), *curves]
 
 
 # ---- The page
@@ -384,22 +364,22 @@ def own_names(options: argparse.Namespace) -> list[str]:
 def machine_lines() -> list[str]:
     """The machine and its versions, without its name."""
     machine = hardware.identify("")
-    system = " ".join((machine.os or "").split()[:2]).partition("-")[0]
     cores, size = os_commands.own_cores(), terminal.size_text(machine.memory_bytes or 0)
+    system, limit = (machine.os or "").partition("-")[0], terminal.size_text(hardware.memory_limit_bytes() or 0)
     commit = os_commands.output(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]).strip()
     versions = ", ".join(f"{name} {version}" for name, version in hardware.versions(("mlx", "mlx-lm", "numpy")).items())
-    python = ".".join(map(str, sys.version_info[:3]))
     return [
-        f"Tandem's verdict on {machine.device_name} ({machine.device}), {cores} cores, {size}, {system}",
-        f"{datetime.now(UTC):%d %B %Y}; Tandem {commit or 'without git'}, Python {python}, {versions}",
-        "Made by `make verdict`; it names no host, user, path or address.",
+        f"Tandem's verdict on {machine.device_name} ({machine.device}), {cores} cores, {size} ({limit} for MLX)",
+        f"{datetime.now(UTC):%d %B %Y}; {system}, Tandem {commit}, Python {platform.python_version()}, {versions}",
+        "Tandem trains language models on pairs of answers by MLX, on one machine or several. `make verdict` tried its",
+        "parts here on small models, and made this page. It names no host, user, path or address.",
     ]
 
 
 def judge(trials: Trials, names: Sequence[str], say: Callable[[str], None]) -> list[dict[str, str]]:
     """Tries every part and says its line as soon as it is known."""
     rows = []
-    for name, part in parts(trials.hosts is not None):
+    for name, part in parts():
         began, status = time.monotonic(), "works"
         try:
             text = without_names(part(trials), names)
@@ -422,9 +402,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words == ["attention"]:
         print(compare_attention())
         return 0
-    if words[:1] == ["remove"] and Path(words[-1]).name.startswith(FOLDER):
-        shutil.rmtree(words[-1], ignore_errors=True)
-        return 0
     parser = Parser(prog="python -m lib.launch.verdict", description=__doc__)
     parser.add_argument("--model", type=Path, help="the folder of a model, for the tokens/s of LoRA")
     parser.add_argument(
@@ -442,19 +419,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in (*lines, ""):
         say(line)
     (ROOT / "runs").mkdir(exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=ROOT / "runs"))  # in the project, which each host has somewhere
+    folder = Path(tempfile.mkdtemp(prefix="verdict-", dir=ROOT / "runs"))  # which each host has somewhere
     trials = Trials(folder, options.model, options.hosts)
     try:
         rows = judge(trials, names, say)
     finally:
-        remove = ["-m", "lib.launch.verdict", "remove", str(folder)]
         if options.hosts:
-            preflight.run_python([*trials.launch_words(), "--no-preflight", "--", *remove], 60)
+            preflight.run_python([*trials.launch_words(), "--no-preflight", "--", "rm", "-rf", str(folder)], 60)
         shutil.rmtree(folder, ignore_errors=True)
-    count = {status: sum(row["status"] == status for row in rows) for status in ("works", "fails", "left out")}
+    count = Counter(row["status"] for row in rows)
     minutes = (time.monotonic() - trials.began) / 60
-    say(f"\n{count['works']} work, {count['fails']} fail, {count['left out']} left out; {minutes:.1f} minutes")
-    chip = re.sub(r"[^a-z0-9]+", "-", lines[0].partition(" (")[0].partition(" on ")[2].lower()).strip("-")
+    say(f"\n{count['works']} work, {count['fails']} fail, {count['left out']} not tried; {minutes:.1f} minutes")
+    chip = re.sub(r"\W+", "-", hardware.identify("").device_name.lower())
     file = options.folder / f"verdict-{chip}-{datetime.now(UTC):%Y-%m-%d}.txt"
     file.write_text("\n".join(page) + "\n", encoding="utf-8")
     print(f"\n{file}: attach it to an issue, if you like")
