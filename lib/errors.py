@@ -21,16 +21,16 @@ def in_one_line(error: BaseException, most: int = 240) -> str:
     return text if len(text) <= most else f"{text[:most]} ..."
 
 
-class _InOneLine(Exception):
+class OneLineError(Exception):
     def __init__(self, message: object = ""):
         super().__init__(shown(str(message)).replace("\n", "␊"))  # a column's name may have one
 
 
-class UserError(_InOneLine, ValueError):
+class UserError(OneLineError, ValueError):
     """The user's input is wrong. The message is one line: what, where, the numbers, the remedy. Exit status 2."""
 
 
-class Stopped(_InOneLine, RuntimeError):
+class Stopped(OneLineError, RuntimeError):
     """Training cannot go on; the message says in one line why and what to do. Exit status 1."""
 
 
