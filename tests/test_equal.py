@@ -17,7 +17,7 @@ from lib.errors import Stopped, UserError
 from lib.model import adapter_files, adapters, partition, pipeline_stage, stream_trial, tensor_parallel
 from lib.model import load as models
 from lib.system.out_of_memory import MicroBatchLimit
-from lib.training import checkpoint
+from lib.training import checkpoint, divided_world
 from tests import rounding, tiny
 from tests.ranks import settings, train, two
 from tests.test_groups import records as groups
@@ -52,7 +52,8 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         + ("train.reference_sync_steps=2",),
         ALL,
     ),
-    "unlike ranks": ((), (*ALL, "one-idle")),  # a Mac's GPU, and a CPU where a single pair did not fit
+    "unlike ranks": ((), (*ALL, "one-idle")),  # limits of rounding; and where a single pair did not fit
+    "rank 0 compiled": ((), ("stages",)),  # as a GPU beside a CPU
     "muon, compiled": ((*FULL, "train.optimizer=muon", "train.compile=true"), ("replicas", "stages")),
 }
 ON_THREE = ("DPO", "SFT of all weights", "GRPO")
@@ -79,9 +80,8 @@ def test_ranks_train_to_the_weights_of_one(world, folder, monkeypatch, case: str
     if case == "unlike ranks":
         monkeypatch.setattr(stream_trial, "rounding_tolerance", lambda _: math.nan if world.rank else 0.01)
         monkeypatch.setattr(MicroBatchLimit, "recomputes", world.rank == 1)
-        monkeypatch.setattr(mx, "default_device", lambda: mx.cpu if world.rank else mx.gpu)
-        monkeypatch.setattr(mx.metal, "is_available", lambda: not world.rank)
-        monkeypatch.setattr(mx, "device_info", lambda *_: {"max_recommended_working_set_size": 10**10})
+    if case == "rank 0 compiled":
+        monkeypatch.setattr(divided_world, "compiles", lambda _: world.rank == 0)
     for way in (way for way in ways if world.size in WAYS[way]):
         own = WAYS[way][world.size]
         vocabulary = ["model.shard_vocabulary=true"] * (way == "parts" and case in VOCABULARY_DIVIDED)
