@@ -124,7 +124,7 @@ def assign_micro_batches(
     cost: Callable[[np.ndarray], float],
 ) -> tuple[list[list[np.ndarray]], list[float]]:
     """This step's micro-batches of every rank, disjoint and together all of `rows`; and their cost by rank. rows: int64
-    [n]. lengths: int [dataset]. micro_batch_sizes: of a full batch, a sequence a rank. cost: of a micro- batch's rows,
+    [n]. lengths: int [dataset]. micro_batch_sizes: of a full batch, a sequence a rank. cost: of a micro-batch's rows,
     in proportion to its time. Neighbours in length share a micro-batch, or are mixed: what ends the step sooner."""
     assert len(rows), "a step has rows"
     shares = [sum(sizes) for sizes in micro_batch_sizes]
