@@ -20,7 +20,7 @@ RAGGED_COST = 0.03
 # What a position of attention's rectangles, or a scored one, costs beside a token that goes through the blocks.
 POSITION_COST = 1 / 32
 # Micro-batches that are looked at together when shapes are chosen.
-RUNS = 96
+RUNS = 100
 # What a micro-batch needs: rows, tokens of its prompts, positions of its longest sequence, tokens in all (prompts
 # once), scored tokens in all and of the completion that has most.
 FIGURES = ["rows", "shortest_prompt", "longest_prompt", "longest", "tokens", "scored", "widest"]

@@ -125,56 +125,12 @@ def assign_micro_batches(
 ) -> tuple[list[list[np.ndarray]], list[float]]:
     """This step's micro-batches of every rank, disjoint and together all of `rows`; and their cost by rank. rows: int64
     [n]. lengths: int [dataset]. micro_batch_sizes: of a full batch, a sequence a rank. cost: of a micro-batch's rows,
-    in proportion to its time. Neighbours in length share a micro-batch, or are mixed: what ends the step sooner."""
+    in proportion to its time. Neighbours in length among a rank's rows share a micro-batch."""
     assert len(rows), "a step has rows"
-    shares = [sum(sizes) for sizes in micro_batch_sizes]
-    counts = divide_rows(len(rows), shares).tolist()
-    sizes = [  # until so many rows are taken
-        [size for size in np.diff(np.minimum(np.cumsum(of_rank), count), prepend=0).tolist() if size]
-        for count, of_rank in zip(counts, micro_batch_sizes, strict=True)
-    ]
-    weights = np.maximum(shares, 1)
-    neighbours = assign_neighbours(rows[np.argsort(lengths[rows], kind="stable")], sizes, weights, cost)
-    mixed = [
-        np.split(part, np.cumsum(of_rank)[:-1]) if of_rank else []
-        for part, of_rank in zip(split(rows, lengths, shares), sizes, strict=True)
-    ]
-    costs = [sum(map(cost, batches)) for batches in mixed]
-    assigned, neighbours_costs = neighbours
-    if (np.array(neighbours_costs) / weights).max() <= (np.array(costs) / weights).max():
-        return assigned, neighbours_costs
-    return mixed, costs
-
-
-def assign_neighbours(
-    ascending: np.ndarray, sizes: Sequence[Sequence[int]], weights: np.ndarray, cost: Callable[[np.ndarray], float]
-) -> tuple[list[list[np.ndarray]], list[float]]:
-    """Micro-batches of neighbours, interleaved along the lengths in proportion to the ranks' counts. Then micro-batches
-    of one size are exchanged, while that helps the rank that costs most for its weight."""
-    middles = sorted(  # (the quantile of its middle, rank, rows)
-        ((end - size / 2) / sum(of_rank), rank, size)
-        for rank, of_rank in enumerate(sizes)
-        for size, end in zip(of_rank, np.cumsum(of_rank).tolist(), strict=True)
-    )
-    owners, lengths = np.array([middle[1:] for middle in middles]).T
-    batches = np.split(ascending, np.cumsum(lengths)[:-1])
-    costs = np.array([cost(batch) for batch in batches], dtype=np.float64)
-    for _ in range(len(middles)):
-        loads = np.bincount(owners, costs, len(sizes)) / weights
-        heaviest = int(np.argmax(loads))
-        own, others = np.flatnonzero(owners == heaviest), np.flatnonzero(owners != heaviest)
-        saved = costs[own][:, None] - costs[others]
-        loads_of_others = loads[owners[others]] + saved / weights[owners[others]]
-        after = np.maximum(loads[heaviest] - saved / weights[heaviest], loads_of_others)
-        after[lengths[own][:, None] != lengths[others]] = np.inf
-        if not after.size or after.min() >= loads[heaviest] * (1 - 1e-9):
-            break
-        i, j = np.unravel_index(np.argmin(after), after.shape)
-        owners[own[i]], owners[others[j]] = owners[others[j]], heaviest
-    assigned = [
-        [batch for batch, owner in zip(batches, owners, strict=True) if owner == rank] for rank in range(len(sizes))
-    ]
-    return assigned, np.bincount(owners, costs, len(sizes)).tolist()
+    parts = zip(split(rows, lengths, [*map(sum, micro_batch_sizes)]), micro_batch_sizes, strict=True)
+    whole = [np.split(part, np.cumsum(sizes, dtype=int)[:-1]) for part, sizes in parts]
+    assigned = [[batch for batch in of_rank if len(batch)] for of_rank in whole]
+    return assigned, [sum(map(cost, of_rank)) for of_rank in assigned]
 
 
 T = TypeVar("T")
