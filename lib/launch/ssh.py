@@ -134,7 +134,7 @@ def _copy(job: Job, host: Host, named: str, source: Path, digests: Mapping[str, 
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
         assert process.stdin is not None and process.stdout is not None
         differ: list[str] = []
-        try:
+        with contextlib.suppress(BrokenPipeError), process.stdin:
             process.stdin.write(json.dumps(digests).encode() + b"\n")
             process.stdin.flush()
             answers = (line.decode(errors="replace") for line in process.stdout)
@@ -143,9 +143,6 @@ def _copy(job: Job, host: Host, named: str, source: Path, digests: Mapping[str, 
             with tarfile.open(fileobj=process.stdin, mode="w|", encoding="utf-8", dereference=True) as archive:
                 for name in differ:
                     archive.add(base / name, name)
-            process.stdin.close()
-        except BrokenPipeError:
-            pass
         if process.wait() != 0:
             errors.seek(0)
             raise _fault(source, host, errors.read(), process.returncode)
