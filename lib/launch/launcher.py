@@ -127,7 +127,7 @@ class RankLink:
         """Sends a line, if the process is still there."""
         with contextlib.suppress(OSError, ValueError):
             assert self.process.stdin is not None
-            os.write(self.process.stdin.fileno(), line.encode() + b"\n")  # Python 3.13 prints what a buffer is left with
+            os.write(self.process.stdin.fileno(), line.encode() + b"\n")  # Python 3.13 prints what a buffer keeps
 
     def failure(self) -> Outcome:
         """Why it ended, where its status is not 0."""
