@@ -4,8 +4,8 @@ from typing import Any
 
 from lib.config.settings import DataSettings
 from lib.data.chat import has_reasoning, lost
-from lib.data.record_formats import Chat, Unusable
-from lib.data.tokenize import Encoded, Encoder
+from lib.data.record_formats import Chat, Tokens, Unusable
+from lib.data.tokenize import Encoder
 from tests import chat_models
 
 SYSTEM = {"role": "system", "content": "You are terse."}
@@ -86,7 +86,7 @@ def encoder_of(tokenizer: Any, about: dict[str, Any], **settings: Any) -> Encode
     return Encoder(wrapped, DataSettings(train="-", **settings), None)
 
 
-def encode(encoder: Encoder, chat: Chat) -> Encoded | Unusable:
+def encode(encoder: Encoder, chat: Chat) -> Tokens | Unusable:
     """A chat's ids, or why there are none."""
     try:
         return encoder.encoded(chat)

@@ -15,9 +15,9 @@ from lib.config.settings import DataSettings
 from lib.data.batch import collate
 from lib.data.dataset import Dataset, load_dataset
 from lib.data.inspect import facts_of
-from lib.data.record_formats import Chat, Unusable
+from lib.data.record_formats import Chat, Tokens, Unusable
 from lib.data.streaming import open_training
-from lib.data.tokenize import Encoded, Encoder
+from lib.data.tokenize import Encoder
 from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError
 from tests import chat_models, chat_rows, tiny
@@ -37,14 +37,14 @@ def encoder_of(name: str, template: str | None = None, **settings: Any) -> Encod
     return chat_rows.encoder_of(chat_models.tokenizer_of(name, template), about, **settings)
 
 
-def encode(name: str, chat: Chat, **settings: Any) -> Encoded | Unusable:
+def encode(name: str, chat: Chat, **settings: Any) -> Tokens | Unusable:
     return chat_rows.encode(encoder_of(name, **settings), chat)
 
 
 def decoded(name: str, chat: Chat, **settings: Any) -> tuple[str, list[str], list[str]]:
     """Text of the prompt, of the completions, and of what is learnt of each."""
     made = encode(name, chat, **settings)
-    assert isinstance(made, Encoded), made
+    assert isinstance(made, Tokens), made
     text = chat_models.tokenizer_of(name).decode
     learnt = made.learnt or [[True] * len(ids) for ids in made.completions]
     of_model = [[*itertools.compress(ids, mask)] for ids, mask in zip(made.completions, learnt, strict=True)]
@@ -77,7 +77,7 @@ def test_a_space_before_an_answer_is_the_whole_conversations(style, kind):
         if row["tools"] or "thinking" in name or "system" in name:
             continue
         made = chat_rows.encode(encoder, chat_rows.chat_of(row))
-        assert isinstance(made, Encoded)
+        assert isinstance(made, Tokens)
         prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
         assert made.prompt == prompt, name
         for answer, ids in zip(row["completions"], made.completions, strict=True):
@@ -155,7 +155,7 @@ def test_a_field_of_an_answer_that_a_template_does_not_know_is_named(field):
     assert isinstance(made, Unusable) and f"leaves out {name!r} of a message from 'assistant' (or" in str(made)
     template = "{% for m in messages %}{{ m.content }}{{ m." + name + " }}<|im_end|>{% endfor %}"
     encoder = encoder_of("Qwen-Qwen3-0.6B", template)
-    assert isinstance(encoder.encoded(Chat([USER], ([GOOD | field],), "")), Encoded)
+    assert isinstance(encoder.encoded(Chat([USER], ([GOOD | field],), "")), Tokens)
 
 
 @pytest.mark.parametrize("name", ["google-gemma-2-2b-it", "mistralai-Mistral-Nemo-Instruct-2407"])
@@ -313,7 +313,7 @@ def test_a_model_may_have_templates_by_name():
     tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": dated}
     encoder = chat_rows.encoder_of(tokenizer, chat_models.registry()["meta-llama-Llama-3.2-3B-Instruct"])
     plain, with_tools = (encoder.encoded(Chat([USER], (), "", tools=tools)) for tools in (None, chat_rows.TOOLS))
-    assert isinstance(plain, Encoded) and isinstance(with_tools, Encoded)
+    assert isinstance(plain, Tokens) and isinstance(with_tools, Tokens)
     assert "<|start_header_id|>" in tokenizer.decode(plain.prompt)
     assert tokenizer.decode(with_tools.prompt) == "2024: What is 12 + 30? TOOLS"
 
@@ -367,7 +367,7 @@ def test_a_developers_instructions_reach_every_template(name):
 
 def test_a_tools_result_may_be_written_as_json():
     result = {**RESULT, "content": '{"x": "é",\n "y": [1]}'}
-    assert isinstance(encode("meta-llama-Llama-3.1-8B-Instruct", Chat([USER, GOOD, result], ([GOOD],), "")), Encoded)
+    assert isinstance(encode("meta-llama-Llama-3.1-8B-Instruct", Chat([USER, GOOD, result], ([GOOD],), "")), Tokens)
 
 
 def test_tokens_that_are_not_learnt_are_kept_and_are_not_scored(tmp_path):
@@ -405,4 +405,4 @@ def test_ends_of_generation_config_stop_answers_in_evaluation_and_serving(tmp_pa
     assert wrapped is not None and {text, turn} <= set(wrapped.eos_token_ids)
     encoder = Encoder(wrapped, settings.data, text)
     made = encoder.encoded(Chat([USER], ([GOOD],), ""))
-    assert isinstance(made, Encoded) and made.completions[0][-1] == turn and text not in made.completions[0]
+    assert isinstance(made, Tokens) and made.completions[0][-1] == turn and text not in made.completions[0]

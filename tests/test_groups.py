@@ -363,9 +363,10 @@ def test_masked_tokens_are_not_learnt_and_rewards_of_masked_completions_count(tm
     assert batch.completion_lengths is not None and batch.completion_lengths.tolist() == [[3, 2, 0], [2, 1, 0]]
     assert np.isnan(batch.rewards[:, 2]).all() and batch.reward_deviations is not None
     assert batch.reward_deviations.tolist() == [np.float32(np.std([1.0, 0.5, 2.0, 1.0], ddof=1))] * 2
-    one = Group([5], [[1], [2]], [3.0, None], [[-1], [-1]])
+    one = Group(prompt_ids=[5], completion_ids=[[1], [2]], rewards=[3.0, None], logps=[[-1], [-1]])
     assert groups_in_memory("one", [one], []).deviation == 0.0
-    others = one._replace(rewards=[2.0, None]), one._replace(logps=[[-2], [-1]]), one._replace(mask=[[False], [True]])
+    changes = {"rewards": [2.0, None]}, {"logps": [[-2], [-1]]}, {"completion_mask": [[False], [True]]}
+    others = [one.model_copy(update=change) for change in changes]
     assert len({groups_in_memory("one", [group], []).digest for group in (one, *others)}) == 4
 
 

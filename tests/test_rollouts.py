@@ -88,14 +88,14 @@ def test_what_was_cut_teaches_nothing_if_asked() -> None:
     cut = whole._replace(answers=[*whole.answers[:2], replace(whole.answers[2], finish="length")])
     assert chosen_and_rejected(pairs_of(cut, masked)) == [(1, 0)]
     (made,) = groups_of([cut], masked)
-    assert made.rewards == [0.0, 1.0, 2.0] and made.mask == [[True, True], [True, True], [False, False]]
+    assert made.rewards == [0.0, 1.0, 2.0] and made.completion_mask == [[True, True], [True, True], [False, False]]
     nothing = whole._replace(answers=[replace(answer, finish="length") for answer in whole.answers])
     assert groups_of([nothing, group(1.0, 1.0)], masked) == [] and len(groups_of([nothing, cut], masked)) == 2
     shorter = group(0.0, 1.0, tokens=[[2, 4, 1], [1]])
     (made,) = groups_of([shorter], masked)
-    assert made.mask == [[True] * 3, [True]]
-    assert groups_of([shorter], RolloutSettings()) == [made._replace(mask=None)]
-    assert (made.prompt, made.completions, made.logps) == ([2, 3], [[2, 4, 1], [1]], [[-0.5] * 3, [-0.5]])
+    assert made.completion_mask == [[True] * 3, [True]]
+    assert groups_of([shorter], RolloutSettings()) == [made.model_copy(update={"completion_mask": None})]
+    assert (made.prompt_ids, made.completion_ids, made.logps) == ([2, 3], [[2, 4, 1], [1]], [[-0.5] * 3, [-0.5]])
 
 
 def test_groups_of_equal_scores_can_be_left_out() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Ge, Le, MinLen
@@ -34,7 +34,7 @@ Number = Annotated[float, Ge(-LARGEST), Le(LARGEST)]
 Bit = Annotated[int, Ge(0), Le(1)] | bool
 
 
-class GroupRecord(BaseModel, strict=True):
+class Group(BaseModel, strict=True):
     """A record as its file has it."""
 
     prompt_ids: Ids
@@ -44,18 +44,8 @@ class GroupRecord(BaseModel, strict=True):
     completion_mask: list[list[Bit]] | None = None
 
 
-RECORD = TypeAdapter(GroupRecord)
+RECORD = TypeAdapter(Group)
 LEFT_OUT = ~0  # the one token, which is not learnt, of a completion of which none is
-
-
-class Group(NamedTuple):
-    """One record."""
-
-    prompt: list[int]
-    completions: list[list[int]]
-    rewards: list[float | None]
-    logps: list[list[float]] | None
-    mask: list[list[bool]] | None = None  # of the tokens, which are learnt; None for all
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,49 +104,48 @@ def load_groups(settings: DataSettings, limits: Vocabulary, tell: sources.Tell =
 def teaches(group: Group) -> bool:
     """Whether the completions that have rewards differ, as their rewards do, and tokens of them are learnt."""
     counted = [k for k, reward in enumerate(group.rewards) if reward is not None]
-    is_learnt = group.mask is None or any(any(group.mask[k]) for k in counted)
-    return is_learnt and all(len({str(of[k]) for k in counted}) > 1 for of in (group.rewards, group.completions))
+    is_learnt = group.completion_mask is None or any(any(group.completion_mask[k]) for k in counted)
+    return is_learnt and all(len({str(of[k]) for k in counted}) > 1 for of in (group.rewards, group.completion_ids))
 
 
 def _parse(record: JSON | Unusable, max_length: int, limits: Vocabulary) -> Group:
     if isinstance(record, Unusable):
         raise record
-    group: GroupRecord = checked(RECORD, record, "")
-    prompt, completions, logps, mask = group.prompt_ids, group.completion_ids, group.logps, group.completion_mask
-    if len(group.rewards) != len(completions):
-        raise Unusable(f"{len(completions)} completion_ids and {len(group.rewards)} rewards; give one each")
-    limits.check_ids([prompt, *completions])
-    sizes = [*map(len, completions)]
-    tokens = len(prompt) + max(sizes)
+    group: Group = checked(RECORD, record, "")
+    if len(group.rewards) != len(group.completion_ids):
+        raise Unusable(f"{len(group.completion_ids)} completion_ids and {len(group.rewards)} rewards; give one each")
+    limits.check_ids([group.prompt_ids, *group.completion_ids])
+    sizes = [*map(len, group.completion_ids)]
+    tokens = len(group.prompt_ids) + max(sizes)
     if tokens > max_length:
         raise Unusable(
             f"{tokens} tokens are beyond data.max_length={max_length}; raise it: what was sampled is not cut"
         )
     limits.check_row(tokens, "leave it out: what was sampled is not cut")
-    for name, lists in (("logps", logps), ("completion_mask", mask)):
+    for name, lists in (("logps", group.logps), ("completion_mask", group.completion_mask)):
         if lists is not None and [*map(len, lists)] != sizes:
             wanted = f"lists of {', '.join(map(str, sizes))} numbers, one a token of completion_ids"
             raise Unusable(f"{name} has to be {wanted}")
-    learnt = None if mask is None else [[*map(bool, bits)] for bits in mask]
-    return Group(prompt, completions, group.rewards, logps, learnt)
+    return group
 
 
 def groups_in_memory(name: str, groups: list[Group], skipped: list[str]) -> GroupedDataset:
     """A data set of these groups."""
-    samples, has_logps = max(len(group.completions) for group in groups), groups[0].logps is not None
+    samples, has_logps = max(len(group.rewards) for group in groups), groups[0].logps is not None
     pieces, flat = list[np.ndarray](), list[np.ndarray]()
     rewards = np.full((len(groups), samples), np.nan, np.float32)
     lengths = np.zeros_like(rewards)
-    for row, (prompt, completions, scores, logps, mask) in enumerate(groups):
-        of_group = [np.array(prompt, np.int32)] + [np.array([LEFT_OUT], np.int32)] * samples
+    for row, group in enumerate(groups):
+        of_group = [np.array(group.prompt_ids, np.int32)] + [np.array([LEFT_OUT], np.int32)] * samples
         of_tokens = [np.zeros(len(piece), np.float32) for piece in of_group]
-        for k, (completion, reward) in enumerate(zip(completions, scores, strict=True)):
+        for k, (completion, reward) in enumerate(zip(group.completion_ids, group.rewards, strict=True)):
             if reward is None:
                 continue
             rewards[row, k], lengths[row, k] = reward, len(completion)
-            ids, learnt = np.array(completion, np.int32), np.array(mask[k] if mask else [True] * len(completion))
+            ids = np.array(completion, np.int32)
+            learnt = np.array(group.completion_mask[k] if group.completion_mask else ids >= 0, bool)
             if learnt.any() or len(ids) == 1:
-                of_tokens[k + 1] = np.array(logps[k] if logps else ids * 0, np.float32)
+                of_tokens[k + 1] = np.array(group.logps[k] if group.logps else ids * 0, np.float32)
             if learnt.any():
                 of_group[k + 1] = np.where(learnt, ids, ~ids)
         pieces += of_group

@@ -72,13 +72,11 @@ def advance(position: Position, count: int, dataset_size: int) -> Position:
     return Position(position.epoch + 1, 0) if cursor == dataset_size else Position(position.epoch, cursor)
 
 
-def divide_rows(count: int, shares: Sequence[int]) -> np.ndarray:
+def divide_rows(count: int, shares: Sequence[float]) -> np.ndarray:
     """`count` rows in proportion to the shares, by largest remainder: int64 [ranks]."""
-    total = sum(shares)
-    assert total > 0 and min(shares) >= 0, shares
-    counts = np.array([count * share // total for share in shares])
-    remainders = np.array([count * share % total for share in shares])
-    counts[np.argsort(-remainders, kind="stable")[: count - counts.sum()]] += 1
+    exact = np.round(count * np.asarray(shares, np.float64) / sum(shares), 9)
+    counts = np.floor(exact).astype(np.int64)
+    counts[np.argsort(counts - exact, kind="stable")[: count - counts.sum()]] += 1
     return counts
 
 
@@ -96,20 +94,15 @@ def split(rows: np.ndarray, lengths: np.ndarray, shares: Sequence[int]) -> list[
     busy = np.flatnonzero(counts)
     for _ in range(4 * len(busy)):
         most, least = busy[np.argmax(loads[busy])], busy[np.argmin(loads[busy])]
-        longer, shorter = lengths[parts[most]], lengths[parts[least]]
         wanted = (loads[most] - loads[least]) / (1 / shares[most] + 1 / shares[least])
-        nearest = np.searchsorted(shorter, longer - wanted)
-        partners = np.clip(np.stack([nearest - 1, nearest]), 0, len(shorter) - 1)
-        moved = longer - shorter[partners]
-        side, i = np.unravel_index(np.argmin(np.abs(moved - wanted)), moved.shape)
-        if not 0 < moved[side, i] < 2 * wanted:
+        moved = lengths[parts[most]][:, None] - lengths[parts[least]]
+        i, j = np.unravel_index(np.argmin(np.abs(moved - wanted)), moved.shape)
+        if not 0 < moved[i, j] < 2 * wanted:
             break
-        j = partners[side, i]
         parts[most][i], parts[least][j] = parts[least][j], parts[most][i]
         for rank in (most, least):
             loads[rank] = lengths[parts[rank]].sum() / shares[rank]
-            parts[rank] = parts[rank][np.argsort(lengths[parts[rank]], kind="stable")]
-    return parts
+    return [part[np.argsort(lengths[part], kind="stable")] for part in parts]
 
 
 def micro_batches(rows: np.ndarray, micro_batch_size: int) -> list[np.ndarray]:

@@ -43,13 +43,13 @@ class Unwanted(Unusable):
 
 @dataclass(frozen=True)
 class Tokens:
-    """A record that came tokenised."""
+    """Token ids of a record: it came tokenised, or was encoded."""
 
     prompt: list[int]
-    completions: tuple[list[int], ...]
-    columns: str  # What it was read from, for people
+    completions: Sequence[list[int]]
+    columns: str = ""  # What it was read from, for people
     label: bool | None = None  # Of unpaired feedback: whether the completion is desirable
-    learnt: tuple[list[bool], ...] | None = None  # Of each completion's tokens, which are trained on; None for all
+    learnt: Sequence[list[bool]] | None = None  # Of each completion's tokens, which are trained on; None for all
     vocabulary: str = ""  # the digest of the vocabulary that its ids are of, where it is known
 
 
@@ -253,9 +253,8 @@ def _check_calls(value: object, where: str) -> list[JSON]:
 
 def check_tools(value: object, name: str) -> list[JSON] | None:
     """The definitions of tools, a list or its JSON text, as OpenAI has them; None for none. Raises Unusable."""
-    tools = []
-    for _, tool, function in _functions(value, name, "tools"):
-        tools.append(_without_nulls({"type": "function", "function": tool} if function is tool else tool))
+    each = _functions(value, name, "tools")
+    tools = [_without_nulls({"type": "function", "function": tool} if of is tool else tool) for _, tool, of in each]
     return check_json(tools, name) or None
 
 

@@ -13,10 +13,11 @@ import itertools
 import os.path
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from lib.config.settings import DataSettings
+from lib.data import record_formats
 from lib.data.chat import (
     EMPTY_THINKING,
     OPENED_THINKING,
@@ -27,7 +28,7 @@ from lib.data.chat import (
     has_reasoning,
     lost,
 )
-from lib.data.record_formats import JSON, LISTED, Chat, Message, Plain, Unusable, bounds_of, check_messages, check_tools
+from lib.data.record_formats import LISTED, Chat, Message, Plain, Tokens, Unusable, bounds_of
 from lib.data.tokenizer import SPECIMEN, TextTokens, Tokenizer
 from lib.errors import UserError
 
@@ -38,15 +39,6 @@ MEDIA_MARK = re.compile(
 )
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 HEADER_CHARACTERS = 12  # of a prompt's end, that tell it from other text
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Token ids of an example."""
-
-    prompt: list[int]
-    completions: list[list[int]]
-    learnt: list[list[bool]] | None = None  # Of each completion's tokens, which are trained on; None for all
 
 
 # ---- What is too long
@@ -177,12 +169,12 @@ class Encoder:
         except Unusable as why:
             raise UserError(f"prompt {prompt[:60]!r}: {why}") from None
 
-    def encoded(self, example: Plain | Chat) -> Encoded:
+    def encoded(self, example: Plain | Chat) -> Tokens:
         """Ids of an example's prompt and of its completions, end token included. Raises Unusable."""
         form = self._choose_form(example)
         return self._encode_chat(form) if isinstance(form, Chat) else self._encode_plain(form)
 
-    def shorten(self, example: Plain | Chat, encoded: Encoded, max_length: int) -> Encoded:
+    def shorten(self, example: Plain | Chat, encoded: Tokens, max_length: int) -> Tokens:
         """A chat that is too long, without its middle messages; other text as it was. Raises Unusable."""
         chat = self._choose_form(example)
         if not isinstance(chat, Chat) or not encoded.completions:
@@ -206,7 +198,7 @@ class Encoder:
                 f"leaves less than {least} of data.max_length={max_length} for the answer; raise it"
             )
         learnt = encoded.learnt and [mask[:room] for mask in encoded.learnt]
-        return Encoded(encoded.prompt, [ids[:room] for ids in encoded.completions], learnt)
+        return Tokens(encoded.prompt, [ids[:room] for ids in encoded.completions], learnt=learnt)
 
     def _choose_form(self, example: Plain | Chat) -> Plain | Chat:
         """Chat where there is a template, and a prompt to put into it; plain otherwise. Raises Unusable."""
@@ -274,7 +266,7 @@ class Encoder:
             )
         return Plain(texts[0], tuple(texts[1:]), chat.columns)
 
-    def _encode_plain(self, example: Plain) -> Encoded:
+    def _encode_plain(self, example: Plain) -> Tokens:
         """Text as it is: the prompt alone, as inference sends it, and each completion as its continuation."""
         prompt, opening = self.tokens.ids(example.prompt or ""), self.tokens.opening
         completions = [self.tokens.continued(text) for text in example.completions]
@@ -285,7 +277,7 @@ class Encoder:
             prompt = opening + prompt
         is_turn = self.template.is_used and self.template.is_rendered(example.prompt or "")
         # A text that is nothing stays so: it is refused.
-        return Encoded(prompt, [ids and self._to_end(ids, is_turn) for ids in completions])
+        return Tokens(prompt, [ids and self._to_end(ids, is_turn) for ids in completions])
 
     def _to_end(self, ids: list[int], is_turn: bool = False) -> list[int]:
         """Up to the first of the trailing ends of turn, blanks between them; with one, where there is none."""
@@ -297,14 +289,14 @@ class Encoder:
 
     # ---- Chats
 
-    def _encode_chat(self, chat: Chat) -> Encoded:
+    def _encode_chat(self, chat: Chat) -> Tokens:
         rendering = self.template.render(chat)
         if marked := self._as_marked(rendering):
             return marked
         completions = [self._finish(rendering, k) for k in range(len(rendering.wholes))]
         masks = [mask for _, mask in completions]
         learnt = None if all(map(all, masks)) else masks
-        return Encoded(self.tokens.ids(rendering.prompt), [ids for ids, _ in completions], learnt)
+        return Tokens(self.tokens.ids(rendering.prompt), [ids for ids, _ in completions], learnt=learnt)
 
     # ---- Where a completion begins
 
@@ -401,7 +393,7 @@ class Encoder:
     def _is_filler(self, token: int) -> bool:
         return self.tokens.is_blank(token) or token in self.tokens.special
 
-    def _as_marked(self, rendering: Rendering) -> Encoded | None:
+    def _as_marked(self, rendering: Rendering) -> Tokens | None:
         """A conversation of which is learnt what the template marks as the model's; None where it marks nothing."""
         chat = rendering.chat
         if not GENERATION.search(self.template.text) or chat.learnt is None or len(rendering.wholes) != 1:
@@ -421,7 +413,8 @@ class Encoder:
         if not any(learnt):
             return None
         start, stop = bounds_of(learnt)
-        return Encoded(ids[:start], [ids[start:stop]], None if all(learnt[start:stop]) else [learnt[start:stop]])
+        masks = None if all(learnt[start:stop]) else [learnt[start:stop]]
+        return Tokens(ids[:start], [ids[start:stop]], learnt=masks)
 
     def _spans(self, rendering: Rendering, k: int) -> list[tuple[int, int]]:
         """Begin and end in the text of what the model writes in learnt messages, by rendering what comes before."""
@@ -491,11 +484,11 @@ def _is_model(message: Message) -> bool:
     return message["role"] == "assistant"
 
 
-def chat_ids(encoder: Encoder, messages: list[Message], tools: list[JSON] | None = None) -> list[int]:
+def chat_ids(encoder: Encoder, messages: list[Message], tools: list[record_formats.JSON] | None = None) -> list[int]:
     """The prompt of a conversation, rendered by the code that renders training rows. messages, tools: as OpenAI has
     them. Raises UserError: the template refuses it or leaves part of it out."""
     try:
-        checked = check_messages(messages, "messages")
-        return encoder.encoded(Chat(checked, (), "messages", None, check_tools(tools, "tools"))).prompt
+        checked = record_formats.check_messages(messages, "messages")
+        return encoder.encoded(Chat(checked, (), "messages", None, record_formats.check_tools(tools, "tools"))).prompt
     except Unusable as why:
         raise UserError(str(why)) from None

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from lib.data.order import divide_rows
 from lib.errors import UserError
 from lib.plan.calibration import MEMORY_HEADROOM, BatchCurve
 
@@ -31,11 +32,7 @@ class TooLarge(UserError):
 
 def distribute_work(total_examples: int, ratios: Sequence[float]) -> list[int]:
     """Shares in proportion to `ratios`, rounded by largest remainder; they sum to total_examples."""
-    exact = np.round(total_examples * np.asarray(ratios, dtype=np.float64) / sum(ratios), 9)
-    shares = np.floor(exact).astype(int)
-    most_cut_first = np.argsort(shares - exact, kind="stable")
-    shares[most_cut_first[: total_examples - shares.sum()]] += 1
-    return [*map(int, shares)]
+    return [*map(int, divide_rows(total_examples, ratios))]
 
 
 def check_count(setting: str, numbers: Sequence[int] | None, world_size: int) -> None:

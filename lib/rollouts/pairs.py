@@ -73,7 +73,8 @@ def groups_of(groups: Sequence[Group], settings: RolloutSettings) -> list[Sample
         if scored and (differ or not settings.filter_groups):
             mask = [[answer.finish != "length"] * len(answer.tokens) for answer in answers] if masks else None
             tokens, rewards, logps = zip(*((of.tokens, of.score, of.logps) for of in answers), strict=True)
-            sampled.append(SampledGroup(group.prompt_tokens, [*tokens], [*rewards], logps=[*logps], mask=mask))
+            made = SampledGroup.model_construct(prompt_ids=group.prompt_tokens, completion_ids=[*tokens])
+            sampled.append(made.model_copy(update={"rewards": [*rewards], "logps": [*logps], "completion_mask": mask}))
     return sampled if any(map(teaches, sampled)) else []
 
 
