@@ -102,7 +102,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
 
 def test_kernels_are_compiled_once_for_a_kind_of_model_and_loss(on_cuda: Path, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(cuda_kernels, "PARTS", {"update": cuda_kernels.update})
-    python(tmp_path, monkeypatch, 'sleep 0.3; cd "$MLX_PTX_CACHE_DIR"; pwd > $3.txt; cat > $3.ptx')
+    python(tmp_path, monkeypatch, 'sleep 0.3; cd "$MLX_PTX_CACHE_DIR"; cat > $3.ptx; pwd > $3.txt; touch $3.cu')
     (told,) = compiled_once(tmp_path)
     assert "compiling CUDA kernels" in told
     _, train, _, rows = pickle.loads((on_cuda / "update.ptx").read_bytes())

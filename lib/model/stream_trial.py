@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -47,20 +47,26 @@ def _is_mixer(part: nn.Module, is_attention: bool) -> bool:
     return is_attention or "scaled_dot_product_attention" not in call.__code__.co_names
 
 
+def stream_ways(model: nn.Module) -> Iterator[None]:
+    """Lets a model's parts take a stream in one way after another, until one is right."""
+    attend_by_cache(model)
+    caches, layout = make_prompt_cache(model), layout_of(model)
+    lists = [cache.caches for cache in caches if isinstance(cache, CacheList)]
+    sizes = [len(part.cache) for part in (*caches, *sum(lists, ())) if isinstance(part, ArraysCache)]
+    for are_attention, count in ((False, 0), (True, 0), (True, max(map(len, lists), default=0))):
+        branch_mixers(model, are_attention)
+        layout.past = max(sizes, default=0), count
+        yield
+
+
 def cannot_share_prompts(model: nn.Module) -> str | None:
     """None for a model to which a stream is the same as whole rows, by a trial, noted in its layout; else why not.
     Raises UserError: the family's code has no gradient, wants another device, or lets tokens see later ones."""
-    attend_by_cache(model)
     was_training, layout = model.training, layout_of(model)
     layout.ends_early = False
     model.eval()
     try:
-        caches = make_prompt_cache(model)
-        lists = [cache.caches for cache in caches if isinstance(cache, CacheList)]
-        sizes = [len(part.cache) for part in (*caches, *sum(lists, ())) if isinstance(part, ArraysCache)]
-        for are_attention, count in ((False, 0), (True, 0), (True, max(map(len, lists), default=0))):
-            branch_mixers(model, are_attention)
-            layout.past = max(sizes, default=0), count
+        for _ in stream_ways(model):
             try:
                 fault = _stream_fault(model)
             except UserError:

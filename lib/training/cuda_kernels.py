@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,9 +36,9 @@ from lib.data.dataset import Dataset, Example
 from lib.distributed.world import World
 from lib.errors import UserError
 from lib.model import adapters, load
-from lib.model.layout import backbone_of
+from lib.model.layout import backbone_of, layout_of
 from lib.model.quantised import device
-from lib.model.stream_trial import cannot_share_prompts
+from lib.model.stream_trial import stream_ways
 from lib.model.token_stream import (
     Replaced,
     Stream,
@@ -58,10 +61,12 @@ from lib.training.unpaired_losses import UNPAIRED_LOSSES, needs_mismatched
 START = "from lib.system.mpi_and_blas import prepare; prepare(); from lib.training.cuda_kernels import main; main()"
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS, VOCABULARY, HEAD_SIZE = 2, 256, 64  # of the small model
+BLOCK_PARTS = 3
 BLOCK_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
 RAGGED = 4  # times as long as another row: micro-batches are ragged, as those of a run are
 LARGEST_BYTES = 2**32  # of a part's weights: the model itself takes the device's memory meanwhile
 LIMIT_SECONDS = 300.0  # of all parts together
+POLL_SECONDS = 0.5  # between looks at what they have compiled
 # Settings that no kernel's code depends on: sizes, and numbers that are handed to kernels as arrays.
 NOT_IN_KERNELS = {
     *("seed", "steps", "epochs", "patience", "global_batch_size", "max_traces", "max_skipped_steps", "compile"),
@@ -87,7 +92,8 @@ def compiled(
     if not (device() == "cuda" and is_first and is_compiled(train, world) and isinstance(data, Dataset)):
         yield
         return
-    done, parts = folder / f"tandem-{_digest(model, train)}", dict[Path, subprocess.Popen[bytes]]()
+    done, parts = folder / f"tandem-{_digest(model, train)}", list[subprocess.Popen[bytes]]()
+    publisher: threading.Thread | None = None
     with contextlib.ExitStack() as ending:
         try:
             if not done.exists():
@@ -98,39 +104,51 @@ def compiled(
                 folder.mkdir(parents=True, exist_ok=True)
                 made = Path(ending.enter_context(tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True)))
                 (made / "work").write_bytes(pickle.dumps((model, train, layout, rows)))
+                shared = made / "kernels"  # what a part needs late another one has compiled
+                shared.mkdir()
                 for name in PARTS:
-                    (made / name).mkdir()
                     words, silent = [sys.executable, "-c", START, name], subprocess.DEVNULL
-                    environment = os.environ | {"MLX_PTX_CACHE_DIR": str(made / name)}
+                    environment = os.environ | {"MLX_PTX_CACHE_DIR": str(shared)}
                     with (made / "work").open("rb") as work:  # not a pipe: rows may be long, and a full pipe waits
                         process = subprocess.Popen(
                             words, stdin=work, stdout=silent, stderr=silent, cwd=ROOT, env=environment
                         )
                     ending.callback(process.wait)
                     ending.callback(process.kill)
-                    parts[made / name] = process
+                    parts.append(process)
+                publisher = threading.Thread(target=publish_meanwhile, args=(shared, folder, parts), daemon=True)
+                publisher.start()
         except OSError as error:
             say(f"CUDA kernels are compiled in the first step: {error}; set MLX_PTX_CACHE_DIR to a folder of yours")
         yield
-        until = time.monotonic() + LIMIT_SECONDS
-        with contextlib.suppress(OSError):
-            for of_part, process in parts.items():
-                publish(of_part, process, folder, until)
-            if parts:
+        if publisher is not None:
+            publisher.join(LIMIT_SECONDS)
+            with contextlib.suppress(OSError):
                 done.touch()
 
 
-def publish(own: Path, process: subprocess.Popen[bytes], folder: Path, until: float) -> None:
-    """Moves what a part compiled to where all look for it: a kernel's code last, which is looked for first."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        if process.wait(max(0.0, until - time.monotonic())) < 0:
-            return  # a signal ended it, and half a file may be there
-        files = [path for path in own.rglob("*") if path.is_file()]
-        for path in sorted(files, key=lambda path: path.suffix == ".ptx"):
-            target = folder / path.relative_to(own)
-            if not target.exists():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                path.replace(target)
+def publish_meanwhile(shared: Path, folder: Path, parts: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Copies what parts have compiled to where all look for it, as long as one of them runs."""
+    with contextlib.suppress(OSError):
+        ended: list[int | None] = [None]
+        while None in ended:
+            ended = [part.poll() for part in parts]
+            is_complete = all(status is not None and status >= 0 for status in ended)  # no signal cut a file short
+            for source in shared.rglob("*.cu"):  # MLX writes it last, and looks for the .ptx first
+                for file in (source.with_suffix(".txt"), source.with_suffix(".ptx")):
+                    _publish(file, folder / file.relative_to(shared), is_complete)
+            time.sleep(POLL_SECONDS)
+
+
+def _publish(file: Path, target: Path, is_complete: bool) -> None:
+    """Copies a file that no part has written to lately: two may compile the same kernel, one after the other."""
+    written = file.stat().st_mtime
+    if target.exists() or not (is_complete or time.time() - written > 2 * POLL_SECONDS):
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    copy = shutil.copyfile(file, target.with_suffix(".copy"))
+    if file.stat().st_mtime == written:
+        copy.replace(target)
 
 
 def _digest(model: ModelSettings, train: TrainSettings) -> str:
@@ -175,8 +193,9 @@ def _with_few_blocks(stored: dict[str, Any]) -> dict[str, Any]:
     return stored | few | {"vocab_size": VOCABULARY} | nested
 
 
-def blocks(step: Step, batch: Batch) -> None:
-    """Forward and backward through the blocks, in which tokens attend to themselves alone: `stream` has the rest."""
+def blocks(step: Step, batch: Batch, part: int) -> None:
+    """Forward and backward through the blocks, in which tokens attend to themselves alone: `stream` has the rest. Of
+    their kinds of modules (attention, a recurrence, an MLP) every third runs; the others give what they got."""
     model, attend = step.model, Stream.attend
 
     def attend_alone(stream: Stream, q: mx.array, k: mx.array, v: mx.array, scale: float, **_: object) -> mx.array:
@@ -185,12 +204,29 @@ def blocks(step: Step, batch: Batch) -> None:
         stream.mixed = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale)
         return stream.mixed
 
+    def past(x: mx.array, *args: object, **options: object) -> mx.array:
+        for stream in (each for each in (*args, *options.values()) if isinstance(each, Stream)):
+            stream.mixed = x
+        return x
+
     run = nn.value_and_grad(model, lambda inputs: mx.square(scored_states(model, inputs).astype(mx.float32)).sum())
-    Stream.attend = attend_alone  # type: ignore[method-assign, assignment]
-    try:
+    with contextlib.ExitStack() as ending:
+        ending.callback(setattr, Stream, "attend", attend)
+        Stream.attend = attend_alone  # type: ignore[method-assign, assignment]
+        children = [(block, *child) for block in model.layers for child in block.children().items()]
+        kinds = {name: module for _, name, module in children if isinstance(module, nn.Module) and module.children()}
+        for block, name, _ in children:
+            if name in kinds and sorted(kinds).index(name) % BLOCK_PARTS != part:
+                ending.enter_context(Replaced(block, name, past))
         mx.eval(mx.compile(run, inputs=[model.state, mx.random.state])(arrays_of(batch.inputs)))
-    finally:
-        Stream.attend = attend  # type: ignore[method-assign]
+
+
+def indexing(step: Step, batch: Batch) -> None:
+    """What other parts, and greedy answers, take from arrays and add to them late."""
+    dtype, places = hidden_states(step.model, arrays_of(batch.inputs)).dtype, mx.zeros((4,), mx.int32)
+    mx.eval(mx.take(places, places), mx.take_along_axis(mx.zeros((4,)), places.astype(mx.uint32), axis=-1))
+    for each in (mx.zeros((4, 4), dtype), mx.zeros((4, 4))):
+        mx.eval(mx.vjp(lambda x: mx.take(x, places, axis=0), [each], [each])[1])
 
 
 def stream(step: Step, batch: Batch) -> None:
@@ -263,7 +299,8 @@ def update(step: Step, batch: Batch) -> None:
 
 
 PARTS: dict[str, Callable[[Step, Batch], None]] = {
-    part.__name__: part for part in (blocks, stream, head, loss, gradient, reference, update)
+    **{f"blocks-{part}": functools.partial(blocks, part=part) for part in range(BLOCK_PARTS)},
+    **{part.__name__: part for part in (stream, head, loss, gradient, reference, update, indexing)},
 }
 
 
@@ -272,7 +309,6 @@ def compile_part(
 ) -> None:
     """Runs one of PARTS on a small model and these rows, of which the last becomes longer than another."""
     model = small_model(settings, train.seed)
-    cannot_share_prompts(model)  # lets its blocks take a stream
     rows: list[Example] = []
     for i, row in enumerate(examples):
         times = len(examples) * RAGGED if i == len(examples) - 1 else 1
@@ -285,7 +321,12 @@ def compile_part(
     mismatched = needs_mismatched(train.loss)
     model.train()
     batch = collate_trained(rows, length_multiple(layout), layout.shared_prompts, mismatched)
-    PARTS[part](Step(model, make_optimizer(train), train, World()), batch)
+    step = Step(model, make_optimizer(train), train, World())
+    for _ in stream_ways(model):  # without the trial of the whole model, which would compile for half of the time
+        layout_of(model).ends_early = True
+        with contextlib.suppress(Exception):  # a family's own code may raise anything
+            PARTS[part](step, batch)
+            break
 
 
 def main() -> None:
