@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         world = start(launch)
         with world.agreeing("the configuration"):
-            config = command_line.train_config(options)
+            config = command_line.train_config(options, world.rank == 0)
         name = world.broadcast_text(config.run.name or "")  # it may hold the time, which ranks see differently
         run = Path(config.run.dir) / name
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
+
 from lib.config import help, load, read_file, unknown_names
 from lib.config.settings import Config
 from lib.errors import UserError
@@ -59,9 +61,11 @@ def train_options(arguments: list[str] | None, description: str | None) -> argpa
     return options
 
 
-def train_config(options: argparse.Namespace) -> Config:
+def train_config(options: argparse.Namespace, warns: bool = False) -> Config:
     """The configuration that the command line names, with a name for the run; raises UserError."""
     if options.resume is None:
+        if warns and (warning := quickstart_rest(options)):
+            print(warning, flush=True)
         path = Path(options.config or QUICKSTART)
         config = load.load(path, options.overrides)
         run = {"name": config.run.name or f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"}
@@ -86,6 +90,17 @@ def train_config(options: argparse.Namespace) -> Config:
             raise UserError(f"{word}: --resume goes on in {folder}; copy the folder, then --resume the copy")
     run = {"name": folder.name, "dir": str(folder.parent)}
     return config.model_copy(update={"run": config.run.model_copy(update=run)})
+
+
+def quickstart_rest(options: argparse.Namespace) -> str:
+    """A warning where the user's model or data are trained by the rest of the quickstart's settings, else nothing."""
+    given = {word.partition("=")[0] for word in options.overrides}
+    if options.config or given.isdisjoint({"model.path", "data.train"}):
+        return ""
+    tree = yaml.safe_load(Path(QUICKSTART).read_text(encoding="utf-8"))
+    settings = {f"{section}.{name}": value for section in tree for name, value in tree[section].items()}
+    rest = ", ".join(f"{key}={value}" for key, value in settings.items() if key not in given)
+    return f"warning: without --config the rest is the quickstart's: {rest}; yours: --config configs/one-machine.yaml"
 
 
 def decided(plan: Path) -> str:
