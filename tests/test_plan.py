@@ -1,5 +1,6 @@
 """Shares, cuts and strategies: against exhaustive search, against the costs of earlier plans, and by hand."""
 
+import contextlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.errors import UserError
@@ -20,7 +21,6 @@ from lib.plan.calibration import BatchCurve, read_published
 from lib.plan.facts import RankHost
 from lib.plan.pipeline import Cut, Hop, Keeps, best_cut, cut_at, depths, operations, step_seconds
 from lib.plan.plan import ClusterPlan, plan_cluster
-from lib.plan.sharded import within
 from lib.plan.shares import distribute_work
 from lib.plan.strategy import LEAST_MERGES, MERGE_COST, longest_round, steps_per_round
 from lib.plan.time_and_cost import Pace, Work, memory_text, outlook, pace_of
@@ -147,14 +147,6 @@ def test_wrong_input_is_one_clear_line(options: dict[str, Any], text: str) -> No
 def test_distribute_work() -> None:
     assert distribute_work(128, [0.655, 0.345]) == [84, 44] and distribute_work(10, [1, 1, 1]) == [4, 3, 3]
     assert distribute_work(7, [1] * 3) == [3, 2, 2]
-
-
-@given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0, 2)), min_size=1, max_size=8))
-def test_no_rank_gets_more_than_fits(hosts: list[tuple[float, float]]) -> None:
-    weights, room = [weight for weight, _ in hosts], [space for _, space in hosts]
-    if sum(room) >= 1:
-        limited = within(weights, room)
-        assert all(w / sum(limited) <= r * (1 + 1e-9) for w, r in zip(limited, room, strict=True))
 
 
 # ---- Cuts
@@ -373,6 +365,14 @@ def test_a_model_is_divided_by_speed_as_far_as_memory_allows() -> None:
     assert [part.kv_heads for part in sharded([128, 128], [1e3, 1.2e3], chip="NVIDIA H200").parts] == [4, 4]
     with pytest.raises(UserError, match=r"2 ranks need 18.16 GB together for weights and .* pair, but have 16.00 GB"):
         sharded([8, 8], [1.0, 1.0])
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(4, 16), st.floats(1e3, 1e4)), min_size=2, max_size=4))
+def test_no_rank_gets_more_than_fits(hosts: list[tuple[float, float]]) -> None:
+    with contextlib.suppress(UserError):  # where they do not hold it together
+        plan = sharded([memory for memory, _ in hosts], [gflops for _, gflops in hosts])
+        assert all(part.needed_bytes <= 0.9 * memory * GB for part, (memory, _) in zip(plan.parts, hosts, strict=True))
 
 
 def pipelined(memory_gb: list[float], gflops: list[float], *words: str, **more: Any) -> ClusterPlan:

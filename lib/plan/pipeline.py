@@ -26,7 +26,7 @@ from lib.plan.shares import DEFAULT_MICRO_BATCH_SIZE, check_count, split_evenly_
 SIZES = (1, 2, 3, 4, 6, 8)  # of micro-batches, in pairs, that are compared
 DEEPER = (1, 2, 4)  # more micro-batches in flight, over links that a stage would wait for
 WORTH_IT = 0.01  # of a step's time, that more micro-batches in flight have to save
-REPLAYED = 16  # neighbours of a cut whose schedule is replayed, those with the lowest bounds
+REPLAYED = 16  # neighbours of a cut whose schedule is replayed, those whose slowest stage is fastest
 
 
 class Operation(NamedTuple):
@@ -162,18 +162,6 @@ def _stages_of(costs: CutCosts, blocks: np.ndarray) -> tuple[np.ndarray, np.ndar
     return forward, costs.backward * forward + (keeps != Keeps.ACTIVATIONS) * passes, keeps, holds.any(axis=0)
 
 
-def _bounds(costs: CutCosts, blocks: np.ndarray) -> np.ndarray:
-    """What a step of some cuts takes at most, nearly; inf where one does not fit. float64 [cuts]. One micro-batch down
-    and back, and m - 1 times the slowest: stage, link, or way down and back over those in flight."""
-    forward, backward, _, fits = _stages_of(costs, blocks)
-    ways = np.array([2 * (hop.seconds + hop.latency_seconds) for hop in costs.hops] + [0.0])
-    down_and_back = (forward + backward + ways)[:, ::-1].cumsum(axis=1)[:, ::-1]
-    slowest = np.maximum(forward + backward, down_and_back / np.array(costs.in_flight)).max(axis=1)
-    slowest = np.maximum(slowest, max((hop.seconds for hop in costs.hops), default=0.0))
-    seconds: np.ndarray = down_and_back[:, 0] + (costs.micro_batches - 1) * slowest
-    return np.where(fits.all(axis=1), seconds, np.inf)
-
-
 def _improved(best: Cut) -> Cut:
     """The cut from which no move of 1, 2, 4, ... blocks to another stage shortens the replayed schedule."""
     unit, costs = np.eye(len(best.blocks), dtype=int), best.costs
@@ -182,8 +170,10 @@ def _improved(best: Cut) -> Cut:
     )
     while True:
         cuts = np.array(best.blocks) + moves.reshape(-1, len(unit))
-        bounds = np.where((cuts > 0).all(axis=1), _bounds(costs, cuts), np.inf)
-        near = [cuts[index] for index in np.argsort(bounds, kind="stable")[:REPLAYED] if np.isfinite(bounds[index])]
+        forward, backward, _, fits = _stages_of(costs, cuts)
+        both, possible = forward + backward, (fits & (cuts > 0)).all(axis=1)
+        seconds = np.where(possible, both.sum(axis=1) + costs.micro_batches * both.max(axis=1), np.inf)  # nearly
+        near = [cuts[index] for index in np.argsort(seconds, kind="stable")[:REPLAYED] if possible[index]]
         better = min((best, *(cut_at(costs, cut.tolist()) for cut in near)), key=lambda cut: cut.step_seconds)
         if better.step_seconds >= best.step_seconds * (1 - 1e-12):
             return best

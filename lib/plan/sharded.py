@@ -75,38 +75,24 @@ def _fitting(facts: PlanFacts, weights: Sequence[float], pairs: int, may_move: b
     assert facts.shape is not None
     model, room = facts.settings.model, [host.room_bytes for host in facts.hosts]
     checkpointing = bool(model.gradient_checkpointing) or model.may_turn_on_checkpointing
-    caps, parts, shares = [1.0] * len(room), list[PartOfModel](), tuple(weights)
+    parts, shares = list[PartOfModel](), [*weights]
     for _ in range(MOST_DIVISIONS):
-        division = divide(facts.shape, shares, model.shard_vocabulary)
+        division = divide(facts.shape, tuple(shares), model.shard_vocabulary)
         parts = _parts(facts, division, pairs, checkpointing)
         over = [rank for rank, part in enumerate(parts) if part.needed_bytes > room[rank]]
         if not over or not may_move:
             return division
-        for rank in over:
-            whole, now = parts[rank].whole_bytes, shares[rank] / sum(shares)
-            caps[rank] = 0.999 * now * max(0.0, room[rank] - whole) / (parts[rank].needed_bytes - whole)
-        if sum(caps) < 1:
+        if len(over) == len(parts):
             break
-        shares = tuple(within(weights, caps))
+        for rank in over:
+            whole = parts[rank].whole_bytes
+            shares[rank] *= 0.999 * max(0.0, room[rank] - whole) / (parts[rank].needed_bytes - whole)
     needed, held = sum(part.needed_bytes for part in parts), sum(host.memory_bytes or 0 for host in facts.hosts)
     raise UserError(
         f"strategy=sharded: {len(room)} ranks need {needed / 1e9:.2f} GB together for weights and the activations of "
         f"one pair, but have {held / 1e9:.2f} GB less {MEMORY_HEADROOM:.0%} headroom; add a rank, or take a quantised "
         "model with model.method=lora"
     )
-
-
-def within(weights: Sequence[float], caps: Sequence[float]) -> list[float]:
-    """Shares of 1 in proportion to weights, none above its cap; all caps together are at least 1."""
-    full: set[int] = set()
-    while True:
-        left = 1 - sum(caps[rank] for rank in full)
-        total = sum(weight for rank, weight in enumerate(weights) if rank not in full)
-        shares = [caps[rank] if rank in full else left * weight / total for rank, weight in enumerate(weights)]
-        over = {rank for rank, share in enumerate(shares) if share > caps[rank] * (1 + 1e-12)}
-        if not over:
-            return shares
-        full |= over
 
 
 def _parts(facts: PlanFacts, division: Division, pairs: int, checkpointing: bool) -> list[PartOfModel]:
