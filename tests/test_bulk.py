@@ -160,7 +160,7 @@ def test_questions_are_asked_with_all_that_training_reads_beside_a_prompt(chatty
     for (record, wanted), question in zip(BESIDE, questions, strict=True):
         text = tokenizer.decode(question.prompt_ids)
         assert all(part in text for part in wanted) and "A." not in text, record
-        assert (question.prompt, question.answer) == ("Q?", "7")
+        assert "Q?" in text and question.answer == "7"
     records = evaluation_records(str(path), config, "prompt", Terminal())
     asked = score_file.CompletionWriter(models.load(config.model, 0), tokenizer, records, config, None)
     assert [asked.prompt_ids(row) for row in range(len(BESIDE))] == [one.prompt_ids for one in questions]

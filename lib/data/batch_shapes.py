@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -127,9 +128,9 @@ def few_shapes(
     trace: TraceCost = TraceCost(),
 ) -> list[BatchShape]:
     """At most `most` shapes, the cheapest first, that every micro-batch can be padded to at little cost. needs: NEED,
-    the micro-batches of some epochs. largest: what no micro-batch needs more than. They are put in order and cut into
-    groups so that the cost of all and of the traces is least (dynamic programming). Each shape serves the first
-    epoch."""
+    the micro-batches of some epochs. largest: what no micro-batch needs more than. They are put in order, and
+    neighbours share a shape where that costs least, until there are few and no trace is worth its price. Each shape
+    serves the first epoch."""
     together = np.concatenate(needs)
     together["widest"] = largest["widest"]  # costs nothing, and is one thing less that may not fit
     size = together["tokens"] if shared_prompts else together["rows"] * together["longest"]
@@ -140,25 +141,22 @@ def few_shapes(
     ends["rows"][1::2] = [run["rows"].min() for run in runs]
     ends, count = np.append(ends, largest), len(runs)
 
+    @functools.cache
     def of_runs(start: int, end: int) -> BatchShape:
         held = ends[2 * start : 2 * end if end < count else None]
         return batch_shape_of(held, completions, length_multiple, shared_prompts)
 
-    # cheapest[g, j]: the first j runs in g groups; costs[i, j]: runs i to j - 1 in one.
-    costs = np.full((count + 1, count + 1), np.inf)
-    for i, j in itertools.combinations(range(count + 1), 2):
-        cost = max(of_runs(i, j).cost, trace.least_tokens)
-        costs[i, j] = cost * sum(map(len, runs[i:j])) + trace.tokens
-    cheapest, cuts = np.full((most + 1, count + 1), np.inf), np.zeros((most + 1, count + 1), np.int64)
-    cheapest[0, 0] = 0
-    for groups in range(1, most + 1):
-        ways = cheapest[groups - 1][:, None] + costs
-        cuts[groups], cheapest[groups] = ways.argmin(axis=0), ways.min(axis=0)
-    shapes, end = set[BatchShape](), count
-    for groups in range(int(cheapest[:, -1].argmin()), 0, -1):
-        start = int(cuts[groups, end])
-        shapes.add(of_runs(start, end))
-        end = start
+    def cost(start: int, end: int) -> float:
+        return trace.tokens + max(of_runs(start, end).cost, trace.least_tokens) * sum(map(len, runs[start:end]))
+
+    edges = [*range(count + 1)]
+    while len(edges) > 2:
+        three = zip(edges, edges[1:], edges[2:], strict=False)
+        added = [cost(start, end) - cost(start, edge) - cost(edge, end) for start, edge, end in three]
+        if len(edges) <= most + 1 and min(added) >= 0:
+            break
+        del edges[int(np.argmin(added)) + 1]
+    shapes = {of_runs(*bounds) for bounds in itertools.pairwise(edges)}
     ascending = sorted(shapes, key=lambda shape: shape.cost)
     # What holds everything has to stay: it replaces the largest of those that the first epoch uses, and so is used.
     first = {shape for need in needs[0] if (shape := first_that_holds(ascending, need)) is not None}

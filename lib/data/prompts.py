@@ -78,7 +78,6 @@ def ids_of(
 class Question:
     """A prompt whose answer a program can check."""
 
-    prompt: str
     prompt_ids: list[int]
     answer: str
 
@@ -107,13 +106,11 @@ def load_questions(
                 value = record.get(ANSWER)
                 is_what = "blank" if isinstance(value, str) else f"{name_of_type(value)}, neither text nor a number"
                 raise Unusable(f"a question's {ANSWER!r} is {is_what}: give it an answer, or leave the line out")
-            parsed, setting = parse(record, columns, "prompt"), "evaluate.max_tokens"
-            ids = ids_of(parsed, encoder, limits, evaluate.max_tokens, setting)
-            prompt = prompt_of(record, data, tokenizer)
+            parsed = parse(record, columns, "prompt")
+            ids = ids_of(parsed, encoder, limits, evaluate.max_tokens, "evaluate.max_tokens")
         except Unusable as why:
             raise UserError(f"{path}:{line}: {why}") from None
-        last = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
-        questions.append(Question(last, ids, answer))
+        questions.append(Question(ids, answer))
     if not questions:
         raise UserError(f"evaluate.answers={path} has no records")
     return questions

@@ -252,10 +252,9 @@ def _estimated(characters: np.ndarray, tokens: np.ndarray, of_characters: np.nda
     tokens, of_characters: int64 [1 + K], what a sample came to."""
     estimated = np.maximum(characters * tokens // np.maximum(of_characters, 1), 1)
     estimated[:, 0][characters[:, 0] == 0] = 0
-    prompt, longest = estimated[:, 0], estimated[:, 1:].max(axis=1)
-    over = prompt + longest > max_length
-    room = np.maximum(max_length - longest, np.minimum(prompt, max(1, max_length // 4)))
-    estimated[over, 0] = np.minimum(room, prompt)[over]
-    estimated[over, 1:] = np.minimum(estimated[over, 1:], max_length - estimated[over, :1])
+    kept = np.minimum(estimated[:, 0], max(1, max_length // 4))
+    longest = np.minimum(estimated[:, 1:].max(axis=1), max_length - kept)
+    estimated[:, 0] = np.minimum(estimated[:, 0], max_length - longest)
+    estimated[:, 1:] = np.minimum(estimated[:, 1:], max_length - estimated[:, :1])
     estimated[:, 1:] = np.maximum(estimated[:, 1:], 2)  # a text's first token is not scored
     return estimated.astype(np.int32)
