@@ -160,7 +160,6 @@ class ChatTemplate:
         self.arguments_without_answer: JSON = {"enable_thinking": False, **date, **settings.chat_template_kwargs}
         if own is not None:
             try:
-                jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).lex(self.text)
                 self.text_of([{"role": "user", "content": "a"}])
             except jinja2.TemplateSyntaxError as error:
                 raise UserError(f"data.chat_template: not a template: {error}") from None

@@ -46,18 +46,15 @@ def greedy(
     counts = divide_rows(len(prompts), shares if shares and workers.size > 1 else [1] * workers.size)
     first = int(sum(counts[: workers.rank]))
     rows = range(first, first + int(counts[workers.rank]))
-    tokens = np.zeros((len(prompts), max_tokens + 2), np.int32)  # whether it was cut, a length, then that many tokens
     sampler = Sampler(model, tokenizer, GreedySampling(max_tokens), world)
     with workers.together("greedy answers", passes=len(rows)):
         samples = sampler.sample([Prompt(row, prompts[row]) for row in rows])
-    for sample in samples:
-        ids = [token for token in sample.tokens if token not in tokenizer.eos_token_ids]
-        tokens[sample.prompt_id, : 2 + len(ids)] = [sample.finish == "length", len(ids), *ids]
-    gathered = np.array(workers.all_sum(mx.array(tokens), "greedy answers"))
-    cut = int(gathered[:, 0].sum())
+    own = [[sample.text, sample.finish == "length"] for sample in samples]
+    gathered = [answer for of_rank in workers.gather_values(own, "greedy answers") for answer in of_rank]
+    cut = sum(is_cut for _, is_cut in gathered)
     if cut and say is not None:
         say.line(f"{cut:,} of {len(prompts):,} greedy answers have no end within evaluate.max_tokens={max_tokens}")
-    return [tokenizer.decode(row[2 : 2 + row[1]].tolist()) for row in gathered], cut
+    return [text for text, _ in gathered], cut
 
 
 def exact_match(questions: list[Question], texts: list[str], pattern: str) -> float:

@@ -217,14 +217,12 @@ class CompletionWriter:
     ):
         self.tokenizer, self.records, self.settings, self.count = tokenizer, records, settings, draws or 1
         self.world, self.answers, self.cut = world, 0, 0  # of this rank
-        end_id, evaluate = vocabulary(settings.model).eos_token_id, settings.evaluate
-        self.encoder = Encoder(tokenizer, settings.data, end_id)
+        limits, most = vocabulary(settings.model), settings.evaluate.max_tokens
+        self.encoder = Encoder(tokenizer, settings.data, limits.eos_token_id)
         self.encoder.stop_generation()
-        self.end_id = end_id if end_id is not None else min(self.encoder.end_ids)
-        limits = vocabulary(settings.model)
+        self.end_id = min(self.encoder.end_ids) if limits.eos_token_id is None else limits.eos_token_id
         self.tokenisation = Tokenisation(settings.data, "prompt", self.encoder, limits)
-        temperature = 0.0 if draws is None else settings.rollouts.temperature
-        sampling = GreedySampling(evaluate.max_tokens, self.count, temperature)
+        sampling = GreedySampling(most, self.count, 0.0 if draws is None else settings.rollouts.temperature)
         self.sampler = Sampler(model, tokenizer, sampling, self.world)
 
     def __call__(self, rows: range) -> Lines:
@@ -252,9 +250,9 @@ class CompletionWriter:
     def prompt_ids(self, row: int) -> list[int]:
         """The tokens of a row's prompt. Raises UserError: it has none, or the model cannot answer it."""
         ((place, record),) = self.tokenisation.placed(self.records, [row])
-        limits = self.tokenisation.vocabulary
+        limits, most = self.tokenisation.vocabulary, self.settings.evaluate.max_tokens
         try:
-            return ids_of(record, self.encoder, limits, self.settings.evaluate.max_tokens, "evaluate.max_tokens")
+            return ids_of(record, self.encoder, limits, most, "evaluate.max_tokens")
         except Unusable as why:
             raise UserError(f"{place}: {why}") from None
 

@@ -163,11 +163,9 @@ def _stages_of(costs: CutCosts, blocks: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _improved(best: Cut) -> Cut:
-    """The cut from which no move of 1, 2, 4, ... blocks to another stage shortens the replayed schedule."""
+    """The cut from which no move of a block to another stage shortens the replayed schedule."""
     unit, costs = np.eye(len(best.blocks), dtype=int), best.costs
-    moves = np.array(
-        [2**power * (to - of) for power in range(costs.blocks.bit_length()) for to, of in permutations(unit, 2)]
-    )
+    moves = np.array([to - of for to, of in permutations(unit, 2)])
     while True:
         cuts = np.array(best.blocks) + moves.reshape(-1, len(unit))
         forward, backward, _, fits = _stages_of(costs, cuts)
@@ -247,8 +245,8 @@ def plan_of_parts(
     batch, ranks, warnings = facts.batch_size, [], []
     for rank, (host, part) in enumerate(zip(facts.hosts, parts, strict=True)):
         needed, limit = part.needed_bytes, host.memory_bytes
-        work = RankPlan(rank, host.name, batch, split_evenly_sized(batch, size), part=part)
-        ranks.append(replace(work, planned_bytes=needed, memory_bytes=limit))
+        sizes = split_evenly_sized(batch, size)
+        ranks.append(RankPlan(rank, host.name, batch, sizes, planned_bytes=needed, memory_bytes=limit, part=part))
         if limit and needed > host.room_bytes:
             warnings.append(f"host {host.name}: its part needs {needed / 1e9:.2f} GB, of {limit / 1e9:.2f} GB")
     return ClusterPlan(strategy, batch, tuple(ranks), 0.0, reason, tuple(warnings))
