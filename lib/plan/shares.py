@@ -148,22 +148,18 @@ class _Kinds:
     def _tidy_shares(self, seconds: float) -> np.ndarray | None:
         """Shares of whole micro-batches, one measured size a host, if some fit within the tolerance. They rest on
         measured times and not on interpolated ones, and each host compiles one shape."""
-        limit = seconds * (1 + TIDY_TOLERANCE)
-        options = []  # of each kind: {share: time}
+        tidy = np.full(self.times.shape, np.inf)
         for kind, (curve, fixed) in enumerate(zip(self.curves, self.fixed, strict=True)):
-            overhead = curve.step_overhead_seconds
-            best = {0: overhead}
             sizes = [point.batch_size for point in curve.points if point.batch_size <= curve.max_batch_size]
             for size in [fixed] if fixed else sizes:
-                tau = self.tau[kind, size - 1]
-                most = min(int((limit - overhead) / tau), self.pairs // size)
-                for count in range(max(1, most - 2), most + 1):
-                    best[count * size] = min(best.get(count * size, np.inf), count * tau + overhead)
-            options.append(best)
-        for moment in sorted({time for best in options for time in best.values() if time >= seconds * (1 - 1e-9)}):
-            most_of = [max((share for share, time in best.items() if time <= moment), default=0) for best in options]
-            if np.array(most_of) @ self.counts == self.pairs:
-                return np.array(most_of)[self.of_rank]
+                count = np.arange(self.pairs // size + 1)
+                times = count * self.tau[kind, size - 1] + curve.step_overhead_seconds
+                tidy[kind, count * size] = np.minimum(tidy[kind, count * size], times)
+        is_near = (tidy >= seconds * (1 - 1e-9)) & (tidy <= seconds * (1 + TIDY_TOLERANCE))
+        for moment in np.unique(tidy[is_near]):
+            shares = np.array([np.flatnonzero(of_kind <= moment)[-1] for of_kind in tidy])
+            if shares @ self.counts == self.pairs:
+                return shares[self.of_rank]
         return None
 
 
