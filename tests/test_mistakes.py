@@ -180,6 +180,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("launch", "--hosts localhost:0 -- train.py", "slots .0.: Input should be greater"),
     ("launch", "--hosts localhost --batch-size 8 -- train.py", "after --, behind .*mean train.global_batch_size"),
     ("launch", "--hosts localhost --python /nope -- train.py", "/nope does not start .*No such file"),
+    ("launch", "--hosts localhost -- --config a.yaml", "'--config' behind --: name what to start"),
     ("launch", "--hosts localhost -- trian.py", r"trian.py does not exist; did you mean train.py\?"),
     ("launch", "--hosts localhost -- train.py train.lr=1", r"did you mean train.learning_rate\?"),
     ("launch", "--hosts localhost -- train.py --config nope.yaml", "nope.yaml does not exist"),

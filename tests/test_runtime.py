@@ -110,8 +110,7 @@ def test_the_users_thread_count_stays():
 
 def test_importing_runtime_is_quick_work():
     heavy = {"numpy", "pydantic", "mlx", "mpi4py", "asyncio"}
-    loaded = python(f"import sys, lib.system.mpi_and_blas; print(*{heavy} & set(sys.modules))")
-    assert loaded.stdout == "\n"
+    assert python(f"import sys, lib.system.mpi_and_blas; print(*{heavy} & set(sys.modules))").stdout == "\n"
 
 
 def test_the_mpi_library_and_mpirun_are_this_environments():
@@ -183,6 +182,8 @@ def test_jaccl(launched, tmp_path):
         ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "PMI_SIZE=2.*mpirun"),
         ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS=4.*mpirun"),
         ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE=2.*./launch"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1, but neither.*unset LOCAL_RANK"),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, "no mpirun started.*unset OMPI_COMM_WORLD_SIZE"),
     ],
 )
 def test_a_malformed_launch_is_an_error_of_one_line(launched, tmp_path, environment, named):

@@ -202,7 +202,7 @@ def _parsed(text: str) -> tuple[Any, Any]:
 def _parse_value(key: str, text: str) -> Any:
     """A word's value as YAML reads it; of a string the text as it is, but for null, quotes around it, and a mapping."""
     parts = type_parts(setting_types()[key])
-    is_mapping = text.startswith("{") and any(typing.get_origin(part) is dict for part in parts)
+    is_mapping = text.startswith("{") and text.endswith("}") and any(typing.get_origin(part) is dict for part in parts)
     wants_text = str in parts and not is_mapping
     if wants_text and text[0] not in "'\"":
         return None if text.strip() in ("null", "~") else text
@@ -211,7 +211,9 @@ def _parse_value(key: str, text: str) -> Any:
     except yaml.YAMLError as error:
         if wants_text:
             return text
-        raise UserError(f"{key}={text}: not a valid value: {getattr(error, 'problem', error)}") from None
+        raise UserError(
+            f"{key}={text}: {getattr(error, 'problem', error)}; put quotes around texts with ': '"
+        ) from None
     if wants_text:
         is_quoted = isinstance(node, yaml.ScalarNode) and node.end_mark.index == len(text)
         return value if is_quoted else text

@@ -94,6 +94,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.command:
         raise UserError(f"{options.command[0]!r}: the command comes after --, e.g. ./launch --hosts a,b -- train.py")
     options.command, options.typed = words[cut + 1 :] or ["train.py"], words
+    if (first := options.command[0]).startswith("-") and first != "-m":
+        raise UserError(f"{first!r} behind --: name what to start, e.g. ./launch --hosts a,b -- train.py {first} ...")
     searches = options.emit == "hostfile" and options.preflight and options.hostfile is None and options.hosts is None
     if (options.hostfile is None) == (options.hosts is None) and not searches:
         raise UserError("give --hostfile FILE or --hosts A,B (one of them); hostfile.example shows a file")

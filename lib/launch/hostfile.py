@@ -137,7 +137,7 @@ def _of_line(line: str, where: str) -> Host:
     words = [
         re.sub('"([^"]*)"', r"\1", word) for word in re.findall(r'(?:"[^"]*"|\S)+', line)
     ]  # folders may have spaces
-    if words[0].count(":") > 1 or words[0].startswith("["):
+    if words[0].count(":") > 2 or "::" in words[0] or words[0].startswith("["):
         raise UserError(f"{where}: {_short(words[0])}: MLX's ring speaks no IPv6; give an IPv4 address or a name")
     name, separator, slots = words[0].partition(":")
     entry: dict[str, Any] = {"ssh": name, **({"slots": slots} if separator else {})}

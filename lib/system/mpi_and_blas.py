@@ -52,8 +52,8 @@ DEFAULTS = {
 # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc's malloc.h, their largest: a step on a CPU spent a seventh of its time
 # on pages that were given back and taken again.
 MALLOC = {-3: 2**25, -1: 2**31 - 1}
-# Variables by which other launchers (Slurm, torchrun, accelerate) tell how many processes there are.
-FOREIGN_SIZES = ("PMI_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE", "MLX_WORLD_SIZE")
+# Variables of other launchers (Slurm, torchrun, accelerate), and what each says of a process that is alone.
+FOREIGN = {"PMI_SIZE": 1, "SLURM_STEP_NUM_TASKS": 1, "WORLD_SIZE": 1, "MLX_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
 # Variables that MLX does not have, though recipes for it export them, and the setting that does the same.
 FOREIGN_SETTINGS = {
     "MLX_METAL_PREALLOCATE": "plan.memory_limit_gb limits what MLX holds",
@@ -190,7 +190,7 @@ def launch_environment() -> Launch:
 def _launch_of(variables: Mapping[str, str]) -> Launch:
     if "OMPI_COMM_WORLD_SIZE" in variables:
         size = int(variables["OMPI_COMM_WORLD_SIZE"])
-        if size > 1 and "PMIX_RANK" not in variables:  # mpirun sets both; a shell may have kept the first
+        if "PMIX_RANK" not in variables:  # mpirun sets both; a shell may have kept the first
             why = "is set, but no mpirun started this process; unset OMPI_COMM_WORLD_SIZE"
             raise UserError(f"OMPI_COMM_WORLD_SIZE={size} {why}")
         local_size = int(variables.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
@@ -211,8 +211,8 @@ def _launch_of(variables: Mapping[str, str]) -> Launch:
         if len(hosts) < 2:
             return Launch()
         return Launch("ring", rank, len(hosts), ips.count(ips[rank]))
-    for name in FOREIGN_SIZES:
-        if int(variables.get(name, 1)) > 1:
+    for name, alone in FOREIGN.items():
+        if int(variables.get(name, alone)) > alone:
             raise UserError(
                 f"{name}={variables[name]}, but neither Open MPI nor mlx.launch started these processes, "
                 f"so each would train alone; start them by ./launch or {mpirun_path()}, or unset {name}"

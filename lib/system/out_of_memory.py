@@ -220,8 +220,7 @@ class MicroBatchLimit:
     @property
     def size(self) -> int | None:
         """Pairs in a micro-batch at most; None without a limit."""
-        size: int | None = self.stored["limit"]
-        return size
+        return self.stored["limit"]
 
     @property
     def recomputes(self) -> bool:
