@@ -44,8 +44,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def opened(folder: Path, name: str = "llama, last block", **changes: Any) -> TrainedRun:
     family, base, settings = RUNS[name]
-    path = exported.base_model(folder / "base", family, **base)
-    run = exported.run_of(folder / "run", path, **settings, **changes)
+    run = exported.run_of(folder / "run", exported.base_model(folder / "base", family, **base), **settings, **changes)
     return open_run(run, "final", [], 6, lambda text: None)
 
 
@@ -164,7 +163,7 @@ def test_pefts_arrays_come_out_again_with_the_same_bytes(name: str) -> None:
     [
         ({"peft_type": "IA3"}, "peft_type=IA3"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] .*; merge it with peft's merge_and_unload"),
-        ({"bias": "all"}, "bias=all"),
+        ({"lora_bias": None, "bias": "all"}, "bias=all"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
         ({"r": 4}, "has rank 2, but adapter_config.json says 4"),
     ],
@@ -182,6 +181,10 @@ def test_what_of_peft_has_no_counterpart_is_named(change: dict[str, Any], words:
     [
         (".weight", ".default.weight"),
         (".weight", ".a-b.weight"),
+        (".weight", ""),
+        (".lora_A.", ".lora_down."),
+        ("base_model.model.model.", "base_model.model.llm.model."),
+        ("model.layers.", "model.model.layers."),
         ("model.layers.", "model.language_model.layers."),
         ("base_model.", "module._orig_mod.base_model."),
         (".self_attn.", "._checkpoint_wrapped_module.self_attn."),
@@ -232,12 +235,10 @@ def test_every_form_carries_the_template_and_the_end_of_turn_that_were_trained(
     from mlx_lm.tokenizer_utils import load
 
     (tmp_path / "mine.jinja").write_text(MINE)
-    template = {"data.chat_template": tmp_path / "mine.jinja"}
-    run = with_tokenizer("Qwen-Qwen2.5-7B-Instruct", **template)
+    run = with_tokenizer("Qwen-Qwen2.5-7B-Instruct", **{"data.chat_template": tmp_path / "mine.jinja"})
     base = tmp_path / "base"
     tokenizer = load(base)
-    other = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    fuse.change_json(base / "config.json", {"eos_token_id": other})
+    fuse.change_json(base / "config.json", {"eos_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>")})
     fuse.change_json(base / "tokenizer_config.json", {"eos_token": "<|endoftext|>"})
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     for form in ("mlx", "fused", "peft", "gguf", "ollama"):

@@ -198,7 +198,10 @@ def stored_arrays(folder: Path, where: str) -> tuple[dict[str, mx.array], dict[s
     try:
         arrays = dict(mx.load(str(folder / ADAPTER_WEIGHTS)))
     except (RuntimeError, OSError, ValueError) as error:
-        raise UserError(f"{where} {folder}: {ADAPTER_WEIGHTS} cannot be read: {in_one_line(error)}") from None
+        raise UserError(
+            f"{where} {folder}: {ADAPTER_WEIGHTS} cannot be read: {in_one_line(error)}; name the folder "
+            "itself that holds it, or PEFT's adapter_model.safetensors"
+        ) from None
     return dict(_padded(arrays.items(), config, is_undone=True)) if config.get("padded") else arrays, config
 
 

@@ -179,8 +179,7 @@ def layout_of(model: nn.Module) -> ModelLayout:
     """The model's layout, filled in by the code that loads and divides it."""
     if not hasattr(model, "tandem_layout"):
         model.tandem_layout = ModelLayout()
-    layout: ModelLayout = model.tandem_layout
-    return layout
+    return model.tandem_layout
 
 
 def family_of(model: nn.Module) -> str:

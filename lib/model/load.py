@@ -35,7 +35,8 @@ def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
     """The model as stored, or drawn from `seed`, in model.dtype, for evaluation. Raises UserError: it is unreadable."""
     folder, where = resolve(settings.path, settings.revision), f"model.path {settings.path}"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    method = (config.get("quantization_config") or {}).get("quant_method")  # PyTorch's; mlx-lm reads some
+    packed = config.get("quantization_config") or {}  # PyTorch's, of which mlx-lm reads some, or MLX's
+    method = packed.get("quant_method") or ("load_in_4bit" in packed and "bitsandbytes")
     mx.random.seed(seed)
     options: dict[str, Any] = {"lazy": True, "trust_remote_code": settings.trust_remote_code}
     try:

@@ -34,26 +34,18 @@ PICKLED = "adapter_model.bin"
 UNPICKLE = "import torch,safetensors.torch as s;s.save_file(torch.load('{0}.bin',weights_only=True),'{0}.safetensors')"
 HEAD = "lm_head"
 SAME_SCALE = 1e-6  # relatively: what one types of a square root
-# PEFT's name of an array, and ours. Embeddings are looked up in A^T, so ours have the same form as linear layers.
-PARTS = {
-    "lora_A.weight": "lora_a",
-    "lora_B.weight": "lora_b",
-    "lora_embedding_A": "lora_a",
-    "lora_embedding_B": "lora_b",
-    "lora_magnitude_vector.weight": "m",
-    "lora_magnitude_vector": "m",
-    "weight": "weight",
-}
+# The part of a layer that an array is, by PEFT's names and by those of others: A, B, DoRA's magnitudes, or all of it.
+# Embeddings are looked up in A^T, so ours have the same form as linear layers.
+PART = re.compile(r"\.(?:lora_(?:embedding_)?(?:(A|a|down)|(B|b|up)|(magnitude_vector))(?:\.weight)?|weight)$")
 SAME_NAMES = ("use_rslora", "rank_pattern", "alpha_pattern")  # in adapter_config.json and in our settings
-# Values of adapter_config.json under which PEFT computes as we do; others are refused.
+# Values of adapter_config.json, beside null, under which PEFT computes as we do; others are refused.
 PLAIN: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    **dict.fromkeys(("fan_in_fan_out", "lora_bias", "use_qalora"), (False,)),
-    **dict.fromkeys(("modules_to_save", "layer_replication", "alora_invocation_tokens"), (None, [])),
-    **dict.fromkeys(("arrow_config", "kasa_config", "velora_config", "monteclora_config"), (None,)),
-    "trainable_token_indices": (None, [], {}),
-    "use_bdlora": (None, False),
+    **dict.fromkeys(("fan_in_fan_out", "lora_bias", "use_qalora", "use_bdlora"), (False,)),
+    **dict.fromkeys(("modules_to_save", "layer_replication", "alora_invocation_tokens"), ([],)),
+    **dict.fromkeys(("arrow_config", "kasa_config", "velora_config", "monteclora_config"), ()),
+    "trainable_token_indices": ([], {}),
     "init_lora_weights": (True, False, "gaussian", "eva"),  # others change the base's weights when training starts
 }
 # The part of a stacked layer's name in mlx-lm, and in checkpoints that transformers and peft read, {} for the expert.
@@ -65,7 +57,7 @@ EXPERTS |= {
 
 # What torch.compile, DDP and FSDP put into names, and where transformers has a model's text part.
 WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|default)\.")
-TEXT_PART = re.compile(r"(?<![^.])(language_model|text_model)\.(model\.)?")
+TEXT_PART = re.compile(r"^(model\.)+|(?<![^.])(language_model|text_model|llm|thinker)\.(model\.)?")
 # The adapter's name in an array's, which saving by hand leaves in: layer.lora_A.NAME.weight.
 ADAPTER_NAME = re.compile(r"(\.lora_\w+)\.(?!weight$)[^.]+(?=\.weight$|$)")
 MERGED = "merge it with peft's merge_and_unload(), save that, and give the folder as model.path without model.adapter"
@@ -144,7 +136,7 @@ def read(folder: Path, where: str) -> PeftAdapter:
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{where}: it cannot be read: {in_one_line(error)}") from None
     for key, plain in PLAIN.items():
-        if config.get(key, plain[0]) not in plain:
+        if config.get(key) not in (None, *plain):
             raise UserError(f"{where}: {key}={config[key]} of its {ADAPTER_CONFIG} has no counterpart here; {MERGED}")
     factors: dict[str, mx.array] = {}
     whole: dict[str, mx.array] = {}
@@ -187,9 +179,8 @@ def _layer_and_part(name: str, where: str) -> tuple[str, str]:
     plain = WRAPPERS.sub("", ADAPTER_NAME.sub(r"\1", name))
     while plain.startswith(PREFIX):
         plain = plain.removeprefix(PREFIX)
-    for theirs, ours in PARTS.items():
-        if plain.endswith(f".{theirs}"):
-            return plain.removesuffix(f".{theirs}"), ours
+    if match := PART.search(plain):
+        return plain[: match.start()], {1: "lora_a", 2: "lora_b", 3: "m"}.get(match.lastindex or 0, "weight")
     raise UserError(f"{where}: {name} is no part of a low-rank layer; save the adapter without modules_to_save")
 
 
@@ -229,15 +220,11 @@ def require_settings(
 
 def with_names_of(model: nn.Module, adapter: PeftAdapter) -> PeftAdapter:
     """The adapter by the model's names: transformers puts a text part in that mlx-lm may not have, or lacks it."""
-    names = {name for name, _ in model.named_modules()}
-
-    def plain(name: str) -> str:
-        return TEXT_PART.sub("", name).removeprefix("model.")
-
-    by_plain_name = {plain(name): name for name in names}
+    names = {name: name for name, _ in model.named_modules()}
+    by_plain_name = {TEXT_PART.sub("", name): name for name in names}
 
     def ours(layer: str) -> str:
-        return layer if layer in names else by_plain_name.get(plain(layer), layer)
+        return names.get(layer) or by_plain_name.get(TEXT_PART.sub("", layer), layer)
 
     split = ((name.rpartition("."), array) for name, array in adapter.arrays.items())
     arrays = {f"{ours(layer)}.{part}": array for (layer, _, part), array in split}

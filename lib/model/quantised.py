@@ -154,7 +154,6 @@ def dequantised_once(model: nn.Module, tokens: int, after: mx.array) -> Iterator
 def matrix_for_gradient(linear: nn.Module, dy: mx.array, after: mx.array) -> mx.array | None:
     """W of a frozen linear layer, which passes on dy W, made after another array; None where that is made packed."""
     if type(linear) is nn.Linear:
-        weight: mx.array = linear.weight
-        return weight
+        return linear.weight
     is_dequantised = isinstance(linear, FastLinear) and dequantises(linear, dy.size // dy.shape[-1])
     return dequantised(linear, after) if is_dequantised else None

@@ -259,8 +259,7 @@ def _ending(model: nn.Module, stream: Stream, scored: mx.array) -> Replaced | No
     def ending(x: mx.array, *args: Any, **options: Any) -> mx.array:
         block(x, *args, **options)
         stream.of_scored, stream.offset = mx.take(stream.mixed, scored, axis=0), stream.offset[scored]
-        output: mx.array = block(mx.take(x, scored, axis=0), *args, **options)
-        return output
+        return block(mx.take(x, scored, axis=0), *args, **options)
 
     return Replaced(blocks, index, ending)
 
