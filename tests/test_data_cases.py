@@ -60,8 +60,7 @@ def test_a_folder_of_train_valid_and_test_is_trained_held_out_and_left(tmp_path)
     valid = open_held_out(settings, "preference", wrapped(), tell=said.append)
     assert len(train) == 8 and valid is not None and len(valid) == 2
     assert said == [f"{tmp_path}/data: train.jsonl is trained, valid.jsonl is held out, test.jsonl is left"]
-    named = DataSettings(train=str(tmp_path / "data"), holdout=0.5)
-    assert with_splits(named).valid is None
+    assert with_splits(DataSettings(train=str(tmp_path / "data"), holdout=0.5)).valid is None
 
 
 @pytest.mark.parametrize(
@@ -70,6 +69,7 @@ def test_a_folder_of_train_valid_and_test_is_trained_held_out_and_left(tmp_path)
         (("train/0.jsonl", "train/1.jsonl", "validation/0.jsonl"), 2, "validation/0.jsonl"),
         (("data/train-0.jsonl", "data/valid-0.jsonl"), 1, "data/valid-0.jsonl"),
         (("rows.jsonl", "test.jsonl"), 1, None),
+        (("train.jsonl", "held_out.jsonl"), 1, "held_out.jsonl"),
         (("a.jsonl", "b.jsonl"), 0, None),
         (("test/0.jsonl", "valid.jsonl"), None, None),
     ],
@@ -81,10 +81,11 @@ def test_other_layouts_of_a_folder(tmp_path, names: tuple[str, ...], train: Any,
         with pytest.raises(UserError, match=r"called valid or test; .*data\.train=FILE"):
             with_splits(DataSettings(train=str(tmp_path / "data")))
         return
-    found = with_splits(DataSettings(train=str(tmp_path / "data")))
-    files = [found.train] if isinstance(found.train, str) else list(found.train)
-    assert files == ([str(tmp_path / "data" / name) for name in names[:train]] or [str(tmp_path / "data")])
-    assert found.valid == (valid and str(tmp_path / "data" / valid))
+    other = write(tmp_path / "other.jsonl", pairs("a", 2))
+    found = with_splits(DataSettings(train={str(tmp_path / "data"): 2.0, other: 1.0}))  # one of several, with a weight
+    files = [str(tmp_path / "data" / name) for name in names[:train]] or [str(tmp_path / "data")]
+    assert found.train == dict.fromkeys(files, 2.0) | {other: 1.0}
+    assert found.valid == (valid and {str(tmp_path / "data" / valid): 1.0})
 
 
 @pytest.mark.parametrize("words", [["rollouts.rounds=1", "rollouts.prompts=2"], ["train.loss=grpo"]])
@@ -128,8 +129,7 @@ def test_held_out_rows_among_the_training_rows_are_named_and_the_same_rows_stop_
 )
 def test_roles_of_other_formats_and_capitals_become_ours(tmp_path, user: str, model: str) -> None:
     ours, _ = opened(tmp_path, [{"messages": [USER, ANSWER]}], "sft")
-    theirs = [{**USER, "role": user}, {**ANSWER, "role": model}]
-    again, _ = opened(tmp_path, [{"messages": theirs}], "sft")
+    again, _ = opened(tmp_path, [{"messages": [{**USER, "role": user}, {**ANSWER, "role": model}]}], "sft")
     assert again.digest == ours.digest
 
 
@@ -141,8 +141,7 @@ def test_a_prompt_that_is_rendered_already_is_taken_as_it_is(tmp_path) -> None:
     again, said = opened(tmp_path, [row])
     assert again.digest == ours.digest
     assert sum("not rendered again" in line for line in said) == 1
-    whole = [{"text": f"{text}<|im_start|>assistant\nIn aisle 0.<|im_end|>"}]
-    as_text, said = opened(tmp_path, whole, "sft")
+    as_text, said = opened(tmp_path, [{"text": f"{text}<|im_start|>assistant\nIn aisle 0.<|im_end|>"}], "sft")
     assert as_text[0].completions[0].tolist() == [*ours[0].prompt_ids, *ours[0].completions[0]]
     assert sum("not rendered again" in line for line in said) == 1
     for half in (PAIR | {"chosen": "<|im_start|>assistant\nYes."}, PAIR | {"prompt": [{**USER, "content": text}]}):
@@ -150,6 +149,7 @@ def test_a_prompt_that_is_rendered_already_is_taken_as_it_is(tmp_path) -> None:
             opened(tmp_path, [half])
     asks, said = opened(tmp_path, [PAIR | {"prompt": "What does <|im_start|> mean?"}])
     assert asks[0].prompt_ids.tolist()[0] == ours[0].prompt_ids.tolist()[0] and not said
+    assert not opened(tmp_path, [{"text": "Once upon a time there was a shelf."}], "sft")[1]
     _, said = opened(tmp_path, [PAIR | {"prompt": "<start_of_turn>user\nShelf?"}])
     assert said == ["texts begin with <start_of_turn>, which the chat template does not have; it is rendered as text"]
 
@@ -171,8 +171,9 @@ def test_rendered_answers_without_a_prompt_are_split_at_the_last_header(name: st
         assert isinstance(row, Plain) and row.prompt == prompt and row.completions[0] == f"Aisle 3.{end}"
         ids = Encoder(wrapped(name), DataSettings(train="-"), None).encoded(row)
         assert wrapped(name).decode(ids.prompt) == prompt
-    with pytest.raises(Unusable, match="no column 'prompt'"):
-        parse({"chosen": texts[0], "rejected": "No."}, columns, "preference")
+    for start in ("", "<|begin_of_text|>User: q\n\nAssistant:"):  # Llama 3's BOS before a text was the whole prompt
+        with pytest.raises(Unusable, match="no column 'prompt'"):
+            parse({"chosen": start + texts[0] * (not start), "rejected": f"{start}No."}, columns, "preference")
 
 
 CHATML_ONLY = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}<|im_end|>\n{% endfor %}"
@@ -295,6 +296,16 @@ def test_a_turns_end_that_no_file_of_the_model_names_ends_answers(name: str, end
     assert row.completions[0][-1] == tokenizer.convert_tokens_to_ids(end) in encoder.end_ids
 
 
+def test_a_token_that_ends_a_part_of_a_turn_ends_no_answer() -> None:
+    """Kimi-K3's <|close|> stands behind questions and answers, and after the thinking that an answer begins with."""
+    template = "{% for m in messages %}<|open|>{{ m.role }}<|sep|>{% if m.role == 'assistant' %}<|close|>think<|sep|>"
+    template += "{% endif %}{{ m.content }}<|close|>message<|sep|><|end_of_msg|>{% endfor %}"
+    tokenizer = chat_models.build(template, {"kind": "byte_level", "eos": "<|end_of_msg|>"})
+    encoder = Encoder(tokenizer, DataSettings(train="-"), None)
+    answer = encoder.encoded(Plain("Shelf?", ("Aisle 3.",), "")).completions[0]
+    assert encoder.end_ids == {answer[-1]} == {tokenizer.eos_token_id}
+
+
 @pytest.mark.parametrize("text", ["\n42", "\n\n42", "  42", "42"])
 def test_an_answer_that_begins_with_line_breaks_continues_a_text(text: str) -> None:
     """SentencePiece joins them with a line break before it: this ended in a traceback."""
@@ -314,7 +325,7 @@ def test_an_answer_to_a_rendered_prompt_ends_as_the_template_ends_it() -> None:
     "name, value", [("chat_history", [["a", "b"]]), ("documents", [{"text": "t"}]), ("system_message", "A clerk.")]
 )
 def test_a_column_that_nothing_reads_is_named_once(tmp_path, name: str, value: object) -> None:
-    _, said = opened(tmp_path, [PAIR | {name: value, "score": 3}] * 3)
+    _, said = opened(tmp_path, [*pairs("a", 70), *[PAIR | {name: value, "score": 3}] * 3])
     assert said == [f"columns that nothing reads: {name}; data.ignore=[{name}] says that this is meant"]
     assert opened(tmp_path, [PAIR | {name: value}], ignore=(name,))[1] == []
 
@@ -325,7 +336,8 @@ def test_a_column_that_nothing_reads_is_named_once(tmp_path, name: str, value: o
     + [("attachments", [{"type": "image_url", "url": "https://a/b"}]), ("clip", "s3://a/b.mkv")]
     + [("thumbnail", "https://a/b.jpg?size=2"), ("logo", "data:image/png;base64,iVBORw0KGgo=")]
     + [("voice", {"array": [0.1], "sampling_rate": 16000}), ("pixel_values", [[0.1]])]
-    + [("page_image", "iVBORw0KGgo=")],
+    + [("page_image", "iVBORw0KGgo="), ("scan", "/9j/4AAQSkZJRg=="), ("pic", {"bytes": "aGk=", "path": None})]
+    + [("parts", [{"type": "text", "text": "a"}, {"type": "image", "image": "b"}])],
 )
 def test_media_stop_the_run(tmp_path, name: str, value: object) -> None:
     ids = {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7]}
@@ -343,8 +355,7 @@ def test_media_stop_the_run(tmp_path, name: str, value: object) -> None:
 )
 def test_groups_of_which_nothing_can_be_learnt_say_so(tmp_path, ids: Any, rewards: Any, mask: int) -> None:
     row = {"prompt_ids": [5], "completion_ids": ids, "rewards": rewards}
-    masks = {"completion_mask": [[mask] * len(each) for each in ids]}
-    path = write(tmp_path / "g.jsonl", [row | masks] * 2)
+    path = write(tmp_path / "g.jsonl", [row | {"completion_mask": [[mask] * len(each) for each in ids]}] * 2)
     with pytest.raises(UserError, match="nothing can be learnt of its 2 groups"):
         load_groups(DataSettings(train=path), Vocabulary())
 
@@ -364,8 +375,8 @@ def test_marks_that_are_no_tokens_are_named() -> None:
     plain.chat_template = tokenizer.chat_template
     (note,) = chat_rows.encoder_of(plain, about).notes
     assert "<|turn_start|>" in note and "<|turn_end|>" in note
-    plain.chat_template = "{% for m in messages %}[INST] {{ m.content }}</s>{% endfor %}"
-    assert [": </s>; it" in note for note in chat_rows.encoder_of(plain, about).notes] == [True]
+    plain.chat_template = "{% for m in messages %}<turn>[INST] {{ m.content }}</s>{% endfor %}"
+    assert [": </s>, <turn>; it" in note for note in chat_rows.encoder_of(plain, about).notes] == [True]
 
 
 @pytest.mark.parametrize(
@@ -396,6 +407,10 @@ def test_a_prompt_is_rendered_as_training_rows_are_and_answers_end_where_they_do
     assert data[0].completions[0][-1] in encoder.end_ids
     with pytest.raises(UserError, match="unknown role 'wizard'"):
         chat_ids(encoder, [{"role": "wizard", "content": "a"}])
+    deaf = "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    encoder = Encoder(wrapped(template=deaf), DataSettings(train="-"), None)
+    with pytest.raises(UserError, match="leaves out the content of a message from 'tool'"):  # the question has it, too
+        chat_ids(encoder, [{"role": "user", "content": "Is it 42?"}, ANSWER, {"role": "tool", "content": "42"}])
 
 
 def test_tokens_are_written_as_training_takes_them(tmp_path, capsys) -> None:

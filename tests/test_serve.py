@@ -286,7 +286,11 @@ def test_an_instruction_is_rendered_or_refused_by_name(tmp_path, monkeypatch) ->
         assert "Be brief" in text(model, {"messages": [{"role": role, "content": "Be brief."}, *QUESTION]})
     assert "search" in text(qwen, {"messages": QUESTION, "tools": [TOOL]})
     with pytest.raises(UserError, match="tools"):
-        text(gemma, {"messages": QUESTION, "tools": [TOOL]})
+        text(gemma, {"messages": [{"role": "user", "content": "search for it"}], "tools": [TOOL]})
+    qwen.encoder.tokens.__dict__["opening"] = qwen.tokenizer.encode("<|im_start|>")  # BOS stands there once
+    for prompt in ("Hi", "<|im_start|>Hi"):
+        ids = qwen.prompt_ids(parse(TextRequest, json.dumps({"prompt": prompt}).encode()))
+        assert qwen.tokenizer.decode(ids) == "<|im_start|>Hi"
 
 
 def test_an_answer_without_text_ends_alone(tmp_path, monkeypatch) -> None:

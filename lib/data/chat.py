@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jinja2
 
@@ -107,10 +107,6 @@ def _is_in(part: str, text: str) -> bool:
     """Whether a text has this in it: as it is, as a JSON string, or with other white space."""
     is_literal = part in text or json.dumps(part, ensure_ascii=False)[1:-1] in text
     return is_literal or "".join(part.split()) in "".join(text.split())
-
-
-def _with(message: Message, **fields: Any) -> Message:
-    return cast(Message, {**message, **fields})
 
 
 def assistant_message(text: str) -> Message:
@@ -227,13 +223,16 @@ class ChatTemplate:
     def _lost(self, rendering: Rendering) -> str | None:
         """What of a chat's messages is not in its texts, in words. Tools are not looked for."""
         chat, prompt, wholes = rendering.chat, rendering.prompt, rendering.wholes
-        names = [lost(message, prompt, is_earlier=True) for message in chat.prompt]
+        names, rest = list[str | None](), prompt
+        for message in sorted(chat.prompt, key=lambda message: -len(str(message.get("content")))):
+            names.append(lost(message, rest, is_earlier=True))
+            rest = rest.replace(str(message.get("content") or "").strip(), "", 1)  # shorter ones have to stand apart
         for answer, whole in zip(chat.completions, wholes, strict=True):
             names += [lost(message, whole.removeprefix(prompt)) for message in answer]
             for index, message in enumerate(every := [*chat.prompt, *answer]):
-                fields = cast(JSON, message if message["role"] == "assistant" else {})
+                fields = message if message["role"] == "assistant" else {}
                 for name in [name for name in fields if name == "tool_calls" or name not in FIELDS]:
-                    without = cast(Message, {key: item for key, item in fields.items() if key != name})
+                    without = {key: item for key, item in fields.items() if key != name}
                     others = [*every[:index], without, *every[index + 1 :]]
                     if fields[name] not in NOTHING and self.apply_or_none(chat, others) == whole:
                         names.append(_field(name, "assistant"))
@@ -297,7 +296,7 @@ class ChatTemplate:
         content = messages[index].get("content")
         if not isinstance(content, str) or not content.strip():
             return None
-        others = [*messages[:index], _with(messages[index], content=SENTINEL), *messages[index + 1 :]]
+        others = [*messages[:index], messages[index] | {"content": SENTINEL}, *messages[index + 1 :]]
         before, mark, after = (self.apply_or_none(chat, others) or "").partition(SENTINEL)
         is_clear = mark and SENTINEL not in after and whole.startswith(before) and whole.endswith(after)
         return (len(before), len(whole) - len(after)) if is_clear and len(before) + len(after) <= len(whole) else None
@@ -321,19 +320,19 @@ class ChatTemplate:
 
 
 def _with_text_arguments(message: Message) -> Message:
-    calls = cast(list[JSON], message.get("tool_calls") or [])
+    calls = message.get("tool_calls") or []
     functions = [call["function"] for call in calls]
     texts = [{**function, "arguments": json.dumps(function.get("arguments"))} for function in functions]
     changed = [{**call, "function": function} for call, function in zip(calls, texts, strict=True)]
-    return _with(message, tool_calls=changed) if calls else message
+    return message | {"tool_calls": changed} if calls else message
 
 
 # In this order, each on top of the ones before. For templates that do not know the role of a developer; that take calls
 # with an empty content for an answer without calls; that add the content of calls, or their arguments, to their text.
 ADAPTIONS: tuple[Callable[[Message], Message], ...] = (
-    lambda message: _with(message, role="system") if message["role"] == "developer" else message,
-    lambda message: _with(message, content=message.get("content") or None) if message.get("tool_calls") else message,
-    lambda message: _with(message, content="") if message.get("content") is None else message,
+    lambda message: message | {"role": "system"} if message["role"] == "developer" else message,
+    lambda message: message | {"content": message.get("content") or None} if message.get("tool_calls") else message,
+    lambda message: message | {"content": ""} if message.get("content") is None else message,
     _with_text_arguments,
 )
 
@@ -345,7 +344,7 @@ def _adaptions(chat: Chat) -> Iterator[Chat]:
         forms = [replace(chat, prompt=[*map(change, chat.prompt)], completions=completions)]
         if number == 0 and [message["role"] for message in forms[0].prompt[:2]] == ["system", "user"]:
             system, question, *rest = forms[0].prompt  # Gemma and Mistral v0.3 were taught them in one message
-            question = _with(question, content=f"{system['content']}\n\n{question['content']}")
+            question = question | {"content": f"{system['content']}\n\n{question['content']}"}
             forms.append(replace(forms[0], prompt=[question, *rest]))
         for form in forms:
             if form != chat:

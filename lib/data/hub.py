@@ -25,9 +25,9 @@ from lib.system import files
 
 PREFIX = "hf://"
 SPLIT_WORDS = {
-    "train": {"train", "training"},
-    "validation": {"validation", "valid", "dev", "val"},
-    "test": {"test", "testing", "eval", "evaluation"},
+    "train": "train training",
+    "validation": "validation validate valid val dev heldout held holdout",
+    "test": "test testing eval evaluation",
 }
 CONVERTED = "refs/convert/parquet"  # where the hub keeps what it has made of data sets in other forms
 NO_RECORDS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json"}
@@ -200,6 +200,6 @@ def split_of(name: str) -> str | None:
     """The split that a file's name or a folder says, the innermost first: `data/train-00000-of-00002.parquet`."""
     for part in reversed(name.split("/")):
         words = set(re.split(r"[^a-z0-9]+|(?<=[a-z])(?=[0-9])", part.lower()))
-        if split := next((split for split, names in SPLIT_WORDS.items() if words & names), None):
+        if split := next((split for split, names in SPLIT_WORDS.items() if words & {*names.split()}), None):
             return split
     return None

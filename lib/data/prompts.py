@@ -50,8 +50,7 @@ def columns_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> JSON:
 
 def prompt_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> str | list[Message]:
     """A record's prompt: text, or messages up to the one that is to be answered. Raises Unusable."""
-    prompt: str | list[Message] = columns_of(record, data, tokenizer)["prompt"]
-    return prompt
+    return columns_of(record, data, tokenizer)["prompt"]
 
 
 def ids_of(

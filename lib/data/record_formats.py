@@ -15,7 +15,7 @@ import os.path
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, cast, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from annotated_types import Ge, Le
 from pydantic import Strict, TypeAdapter, ValidationError
@@ -24,13 +24,7 @@ from lib.config.settings import Column, DataSettings
 
 RecordKind = Literal["preference", "unpaired", "sft", "prompt", "group"]
 JSON = dict[str, Any]  # A record as its file has it: any columns
-
-
-class Message(TypedDict):
-    """One message of a chat; it may have other fields, which only its chat template knows."""
-
-    role: str
-    content: Any
+Message = dict[str, Any]  # of a chat: `role`, `content`, and other fields, which only its chat template knows
 
 
 class Unusable(ValueError):
@@ -116,6 +110,7 @@ TURN_MARKS = re.compile(
     r"<[|｜][^\s'\"{}<>]{1,40}[|｜]>|\[/?[A-Z_]{3,20}\]|<(?:start|end)_of_turn>|<\|[a-z_]+>|<[a-z_]+\|>"
 )
 HEADERS = re.compile(rf"(?:{TURN_MARKS.pattern})(?:(?:assistant|model|ai|bot)\b)?\n*")
+OPENING = re.compile(rf"(?:<s>|<bos>)?\s*(?:{TURN_MARKS.pattern})")
 NAMES_OF_TYPES = {str: "a string", list: "a list", dict: "an object", bool: "a boolean", int: "a number"}
 
 
@@ -215,7 +210,7 @@ def _message(message: object, where: str, ignore: Collection[str]) -> Message:
     if fields.get("weight", 1) not in (0, 1):
         raise Unusable(f"{where}.weight is {json.dumps(fields['weight'], default=str)}, not 0 or 1")
     head: JSON = {"role": role, "content": content} | ({"tool_calls": calls} if calls else {})
-    return cast(Message, check_json(head | fields, where))
+    return check_json(head | fields, where)
 
 
 def _text_of_part(part: object, where: str) -> str:
@@ -248,7 +243,7 @@ def _check_calls(value: object, where: str) -> list[JSON]:
             raise Unusable(f"{place}.arguments is {name_of_type(arguments)}, not an object")
         others = {} if function is call else {key: item for key, item in call.items() if item is not None}
         calls.append(others | {"type": "function", "function": {**function, "arguments": arguments}})
-    return list(check_json(calls, where))
+    return check_json(calls, where)
 
 
 def check_tools(value: object, name: str) -> list[JSON] | None:
@@ -396,7 +391,7 @@ def _instruction(detail: str, between: str, *names: str) -> Read:
 def _text_in(record: JSON, name: str) -> str:
     if not isinstance(record[name], str):
         raise Unusable(f"column {name!r} is {name_of_type(record[name])}, not a string")
-    return str(check_json(record[name], name))
+    return check_json(record[name], name)
 
 
 PAIR, LABEL, ALPACA = ("chosen", "rejected"), "kto_tag", ("input", "history")
@@ -453,9 +448,9 @@ def _candidates(names: tuple[str, ...], columns: Columns, kind: RecordKind) -> I
             # Of rendered texts the prompt is what they have in common, up to the last header of an answer.
             both = [text if isinstance(text, str) else "" for text in map(record.get, (chosen, rejected))]
             common = os.path.commonprefix(both)
-            is_rendered = TURN_MARKS.match(common.removeprefix("<s>").removeprefix("<bos>").lstrip())
-            length = max((header.end() for header in HEADERS.finditer(common)), default=0)
-            if not (is_rendered and length):
+            mark = OPENING.match(common)
+            headers = HEADERS.finditer(common, mark.end() + 1) if mark else ()  # that mark alone may be BOS
+            if not (length := max((header.end() for header in headers), default=0)):
                 raise Unusable(_missing(record, columns, "preference"))
             return Draft(answers[0][:length], tuple(answer[length:] for answer in answers), conversations)
 
@@ -581,7 +576,7 @@ def parse(record: JSON, columns: Columns, kind: RecordKind) -> Record:
     draft = draft._replace(prompt=prompt, completions=completions, names=draft.names[:most])
     is_plain = reader.form.has == "text" or isinstance(prompt, str)
     if is_plain and not reader.is_chat and all(isinstance(text, str) for text in draft.completions):
-        text = None if prompt is None else str(check_json(prompt, "prompt"))
+        text = None if prompt is None else check_json(prompt, "prompt")
         return Plain(text, tuple(map(_check_completion, draft.completions, draft.names)), reader.name, label)
     return _chat(draft, record, reader.name, columns, kind, label)
 
@@ -736,7 +731,7 @@ def _as_messages(value: object, role: str, name: str, columns: Columns) -> list[
 def _check_completion(text: str, name: str) -> str:
     if not text.strip():
         raise Unusable(f"empty completion: {name!r} is blank")
-    return str(check_json(text, name))
+    return check_json(text, name)
 
 
 def _split(messages: list[Message], learn: str, name: str) -> Parts:
@@ -749,7 +744,7 @@ def _split(messages: list[Message], learn: str, name: str) -> Parts:
             f"{name!r} ends with a message of {messages[-1]['role']!r}, and no answer follows it: give it one, or end "
             "the conversation with the assistant's last message"
         )
-    weights = [cast(JSON, message).pop("weight", None) for message in messages]
+    weights = [message.pop("weight", None) for message in messages]
     is_by_turn = learn == "assistant" or any(weight is not None for weight in weights)
     learnt = [
         (learn == "all" or (message["role"] == "assistant" if is_by_turn else message is messages[-1])) and weight != 0
@@ -817,7 +812,8 @@ def _template_arguments(record: JSON, columns: Columns) -> JSON:
 
 MEDIA_NAMES = re.compile(r"(^|_)(image|img|picture|photo|pixel|video|audio|speech|sound)s?($|_)", re.IGNORECASE)
 MEDIA_FILES = re.compile(
-    r"^data:(image|video|audio)/|\.(png|jpe?g|webp|gif|bmp|tiff?|heic|mp4|mov|avi|mkv|webm|wav|mp3|m4a|flac|opus|ogg)"
+    r"^data:(image|video|audio)/|^(iVBORw0KGgo|/9j/4|R0lGOD|UklGR)[\w+/]*=*$|"
+    r"\.(png|jpe?g|webp|gif|bmp|tiff?|heic|avif|svg|mp4|mov|avi|mkv|webm|m4v|mpe?g|wav|mp3|m4a|aac|flac|opus|ogg|aiff?)"
     r"(\?\S*)?$",
     re.IGNORECASE,
 )
@@ -836,17 +832,17 @@ def unread_columns(record: JSON, columns: Columns, kind: RecordKind) -> list[str
     """The columns of a record that hold text, lists or objects, and that neither its format nor data.ignore names."""
     if _token_columns(record, kind) is not None or (reader := reader_of(_present(record), columns, kind)) is None:
         return []
-    texts = [name for name in reader.unread if isinstance(record[name], str | list | dict) and name not in MEANINGFUL]
-    return [name for name in texts if _says_something(record[name])]
+    texts = {name: record[name] for name in reader.unread if name not in MEANINGFUL}
+    return [name for name, text in texts.items() if isinstance(text, str | list | dict) and _says_something(text)]
 
 
 def _is_media(name: str, value: object) -> bool:
     if isinstance(value, list):
-        return bool(value) and _is_media(name, value[0])
+        return any(_is_media(name, item) for item in value[:8])
     if isinstance(value, dict):  # a file's {path, bytes}, or a content part {type, url}
         kind = value.get("type")
         of_type = (isinstance(kind, str) and _is_media(kind, kind)) or "sampling_rate" in value  # a decoded sound
-        return of_type or any(_is_media("", item) for item in value.values())
+        return of_type or {*value} == {"bytes", "path"} or any(_is_media("", item) for item in value.values())
     is_file = isinstance(value, str) and MEDIA_FILES.search(value) is not None
     is_named = MEDIA_NAMES.search(name) is not None and not isinstance(value, int) and bool(value)  # image_id is none
     return isinstance(value, bytes) or is_file or is_named

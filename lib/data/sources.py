@@ -40,7 +40,6 @@ from lib.system import files
 Tell = Callable[[str], None]
 STREAMED_BYTES = 64 * 2**20  # larger sources are read as they are needed, smaller ones whole
 NAMED = 20  # unusable records of a file that are named
-LOOKED_AT = 64  # records of a file whose unread columns are named
 ENTRY = np.dtype(
     [
         ("offset", "<i8"),
@@ -109,7 +108,7 @@ def sizes_of(record: Record) -> list[int]:
 # ---- One file's index
 
 META, ENTRIES, LINES = "index.json", "entries.bin", "lines.jsonl"
-VERSION = 14  # of what an index holds
+VERSION = 15  # of what an index holds
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ class Index:
     stamp: list[int]  # Size and time of the last change (ns) of `lines`
     digest: str  # sha256 of the usable records' lines
     formats: dict[str, list[int]]  # What its records were recognised as: how many, and the first one's number
-    unread: list[str]  # Columns of the first records that nothing reads
+    unread: list[str]  # Columns that nothing reads
     unusable: list[tuple[int, str]]  # Lines and reasons, the first few
     unusable_count: int
 
@@ -163,15 +162,14 @@ def _build(file: Path, stamp: list[int], folder: Path, columns: Columns, kind: R
     digest, formats, unread = hashlib.sha256(), dict[str, list[int]](), dict[str, None]()
     unusable, unusable_count, count = list[tuple[int, str]](), 0, 0
     with (folder / ENTRIES).open("wb") as entries, (folder / LINES).open("wb") as lines:
-        for number, (line, offset, raw, record) in enumerate(record_files.scan(file)):
+        for line, offset, raw, record in record_files.scan(file):
             rows = rows_of(record, columns, kind)
-            if not isinstance(record, Unusable) and number < LOOKED_AT:
-                unread |= dict.fromkeys(unread_columns(record, columns, kind))
             if isinstance(record, Unusable) or isinstance(rows[0], Unusable):
                 unusable_count += 1
                 if len(unusable) < NAMED:
                     unusable.append((line, str(rows[0])))
                 continue
+            unread |= dict.fromkeys(unread_columns(record, columns, kind))
             if file.suffix == ".gz" or not raw:
                 values = {name: value for name, value in record.items() if value is not None}
                 raw = (raw.rstrip(b"\n") or json.dumps(values, default=str).encode()) + b"\n"
@@ -235,30 +233,29 @@ def weights_of(train: str | Mapping[str, float]) -> dict[str, float]:
 
 
 def with_splits(settings: DataSettings, tell: Tell = silent, holds_out: bool = True) -> DataSettings:
-    """The settings with the files of data.train=DIR whose names say train, valid or test. Train is trained, or what has
-    no such name; valid is held out, unless settings say what is; the rest is left."""
-    folder = Path(settings.train) if isinstance(settings.train, str) else None
-    if folder is None or not folder.is_dir():
+    """The settings with the files of data.train's folders whose names say train, valid or test. Train is trained, or
+    what has no such name; valid is held out, unless settings say what is; the rest is left."""
+    held_out = dict[str, float]()
+    trained, weights = dict[str, float](), weights_of(settings.train)
+    for source, weight in weights.items():
+        parts: dict[str | None, list[Path]] = {"train": [], None: [], "validation": [], "test": []}
+        for path in files_of(source, settings.cache_dir) if Path(source).is_dir() else ():
+            parts[hub.split_of(path.relative_to(source).as_posix())].append(path)
+        train = parts.pop("train") or parts.pop(None)
+        if not any(parts.values()):
+            trained[source] = weight
+            continue
+        if not train:
+            raise UserError(f"{source}: its files are called valid or test; name those to train with data.train=FILE")
+        valid = parts.pop("validation") if holds_out and not (settings.valid or settings.holdout) else []
+        uses = {"trained": train, "held out": valid, "left": [*itertools.chain(*parts.values())]}
+        names = (", ".join(str(path.relative_to(source)) for path in paths) for paths in uses.values())
+        tell(f"{source}: {', '.join(f'{name} is {use}' for use, name in zip(uses, names, strict=True) if name)}")
+        trained |= dict.fromkeys(map(str, train), weight)
+        held_out |= dict.fromkeys(map(str, valid), 1.0)
+    if trained == weights:
         return settings
-    parts: dict[str | None, list[Path]] = {"train": [], None: [], "validation": [], "test": []}
-    for path in files_of(str(folder), settings.cache_dir):
-        parts[hub.split_of(path.relative_to(folder).as_posix())].append(path)
-    train = parts.pop("train") or parts.pop(None)
-    if not any(parts.values()):
-        return settings
-    if not train:
-        raise UserError(f"{folder}: its files are called valid or test; name those to train with data.train=FILE")
-    valid = parts.pop("validation") if holds_out and not (settings.valid or settings.holdout) else []
-    uses = {"trained": train, "held out": valid, "left": [*itertools.chain(*parts.values())]}
-    names = {use: ", ".join(str(path.relative_to(folder)) for path in paths) for use, paths in uses.items() if paths}
-    tell(f"{settings.train}: {', '.join(f'{of_use} is {use}' for use, of_use in names.items())}")
-    changes = {"train": train, "valid": valid} if valid else {"train": train}
-    return settings.model_copy(
-        update={
-            name: str(paths[0]) if len(paths) == 1 else dict.fromkeys(map(str, paths), 1.0)
-            for name, paths in changes.items()
-        }
-    )
+    return settings.model_copy(update={"train": trained, "valid": held_out or settings.valid})
 
 
 def unweighted(train: str | Mapping[str, float], what: str) -> list[str]:

@@ -28,7 +28,7 @@ from lib.data.chat import (
     has_reasoning,
     lost,
 )
-from lib.data.record_formats import LISTED, Chat, Message, Plain, Tokens, Unusable, bounds_of
+from lib.data.record_formats import LISTED, TURN_MARKS, Chat, Message, Plain, Tokens, Unusable, bounds_of
 from lib.data.tokenizer import SPECIMEN, TextTokens, Tokenizer
 from lib.errors import UserError
 
@@ -37,6 +37,7 @@ FOREIGN_END = re.compile(r"(<[|｜][^\s<>]{1,40}[|｜]>|</s>|<eos>|<end_of_turn>
 MEDIA_MARK = re.compile(
     r"<(?:image|video|audio|img|speech)>|<\|(?:image|video|audio)[^\s|]*\|>|<(?:Img|Image|Audio)Here>"
 )
+MARKS = re.compile(rf"{TURN_MARKS.pattern}|</?(?!\w*think)\w+>")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 HEADER_CHARACTERS = 12  # of a prompt's end, that tell it from other text
 
@@ -126,8 +127,7 @@ class Encoder:
         ends = {end_id, of_tokenizer, *(end_ids if isinstance(end_ids, set) else ())}
         self._stated_ends: set[int] = {token for token in ends if token is not None}
         self.notes: dict[str, None] = {}  # what was noticed of texts and template, a line each
-        others = re.findall(r"</?s>|<[be]os>", self.template.turns)
-        marks = sorted({*others, *(mark for mark in self.template.marks if mark.startswith("<"))})
+        marks = sorted({mark for mark in MARKS.findall(self.template.turns) if mark.startswith("<")})
         if unknown := ", ".join(mark for mark in marks if len(self.tokens.ids(mark)) > 1):
             why = "it writes each as several tokens"
             self.notes[f"marks of the chat template are no tokens of the tokenizer: {unknown}; {why}"] = None
@@ -136,12 +136,15 @@ class Encoder:
     def end_ids(self) -> set[int]:
         """Tokens at which generation has to stop: those of the model, and the template's own end of a turn. That is the
         last added token behind an answer where the model names none of them, and the first one where it ends a
-        question, too: Phi-3's <|end|>, before the <|endoftext|> that its tokenizer names."""
+        question, too: Phi-3's <|end|>, before the <|endoftext|> that its tokenizer names. Kimi-K3's <|close|> has words
+        behind it: it ends a part of the turn."""
         if not self.template.is_used:
             return self._stated_ends
-        added = [token for token in self._suffix(thinks=False) if token in self.tokens.added]
+        suffix = self._suffix(thinks=False)
+        until = itertools.takewhile(lambda token: token not in self._stated_ends, suffix)
+        added = [token for token in suffix if token in self.tokens.added]
         question = self.template.text_of([{"role": "user", "content": SENTINEL}]).partition(SENTINEL)[2]
-        ends = {token for token in added[:1] if token in self.tokens.ids(question)}
+        ends = {token for token in added[:1] if token in self.tokens.ids(question) and all(map(self._is_filler, until))}
         return self._stated_ends | ends | set(() if self._stated_ends & {*added} else added[-1:])
 
     @cached_property
@@ -172,7 +175,7 @@ class Encoder:
     def encoded(self, example: Plain | Chat) -> Tokens:
         """Ids of an example's prompt and of its completions, end token included. Raises Unusable."""
         form = self._choose_form(example)
-        return self._encode_chat(form) if isinstance(form, Chat) else self._encode_plain(form)
+        return self._encode_chat(form) if isinstance(form, Chat) else self.encode_plain(form)
 
     def shorten(self, example: Plain | Chat, encoded: Tokens, max_length: int) -> Tokens:
         """A chat that is too long, without its middle messages; other text as it was. Raises Unusable."""
@@ -249,7 +252,8 @@ class Encoder:
                 self.notes[f"answers end with {end[1]}, which ends no turn of this model: it is learnt as text"] = None
         if any(map(LISTED.match, answers)):
             self.notes["answers are lists of messages as text: learnt as that text, not as turns"] = None
-        if answers and len(texts[0].split()) > 2 and all(answer.startswith(texts[0]) for answer in answers):
+        is_asked = texts[0] not in answers and len(texts[0].split()) > 2
+        if is_asked and answers and all(answer.startswith(texts[0]) for answer in answers):
             self.notes["answers begin with their whole prompt: what is learnt has it once more"] = None
         for media in filter(None, map(MEDIA_MARK.search, texts)):
             self.notes[f"texts hold {media[0]}, and no media are trained on: it is rendered as text"] = None
@@ -266,7 +270,7 @@ class Encoder:
             )
         return Plain(texts[0], tuple(texts[1:]), chat.columns)
 
-    def _encode_plain(self, example: Plain) -> Tokens:
+    def encode_plain(self, example: Plain) -> Tokens:
         """Text as it is: the prompt alone, as inference sends it, and each completion as its continuation."""
         prompt, opening = self.tokens.ids(example.prompt or ""), self.tokens.opening
         completions = [self.tokens.continued(text) for text in example.completions]

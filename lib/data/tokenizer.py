@@ -165,8 +165,7 @@ def load_tokenizer_of(settings: ModelSettings) -> Tokenizer | None:
 
 def stored_config(settings: ModelSettings) -> JSON:
     """The model's config.json."""
-    stored: JSON = json.loads((resolve(settings.path, settings.revision) / "config.json").read_text(encoding="utf-8"))
-    return stored
+    return json.loads((resolve(settings.path, settings.revision) / "config.json").read_text(encoding="utf-8"))
 
 
 def vocabulary(settings: ModelSettings) -> Vocabulary:

@@ -36,6 +36,7 @@ from mlx_lm.models import rope_utils
 from lib.errors import Stopped, UserError
 from lib.export.fuse import fused_model
 from lib.export.trained_run import ChatForm, ExportOptions, Reading, TrainedRun, WeightType, model_logps
+from lib.system.model_folder import context_tokens
 
 TYPES: dict[mx.Dtype, WeightType] = {mx.float32: "f32", mx.bfloat16: "bf16", mx.float16: "f16"}
 FILE = "model.gguf"
@@ -244,7 +245,7 @@ def _write_parameters(writer: GGUFWriter, model: nn.Module, family: Family, run:
     """Writes sizes, norms, rope and experts, and what only the family has."""
     args, config = text_model(model).args, run.base_config
     head_size = int(getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads)
-    context = int({**config, **config.get("text_config", {})}.get("max_position_embeddings") or DEFAULT_CONTEXT)
+    context = context_tokens(config) or DEFAULT_CONTEXT
     writer.add_context_length(context)
     writer.add_key_length(head_size)
     writer.add_value_length(head_size)

@@ -215,7 +215,7 @@ class Server:
 
     def _remember(self, owner: str, answer: Completion) -> None:
         """Keeps an answer for a label, where training renders such a request as it was served."""
-        if self.feedback is None or answer.is_chat != self.model.has_template:
+        if self.feedback is None or answer.is_chat != self.model.encoder.template.is_used:
             return
         if answer.pieces.finish_reason != "length" and (row := answer.row()) is not None:
             self.feedback.remember(owner, row)

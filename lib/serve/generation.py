@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
@@ -26,9 +26,9 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
 from lib.config.settings import DataSettings, ModelSettings
-from lib.data.record_formats import Message
+from lib.data.record_formats import Plain
 from lib.data.tokenize import Encoder, chat_ids
-from lib.data.tokenizer import load_tokenizer_of
+from lib.data.tokenizer import LARGEST_ID, load_tokenizer_of, stored_config, vocabulary
 from lib.errors import UserError
 from lib.model.load import compute_type
 from lib.serve.requests import JSON, ChatRequest, CompletionRequest, SamplingParameters, TextRequest
@@ -50,12 +50,9 @@ class ServedModel:
         if self.tokenizer is None:
             raise UserError(f"model.path {settings.path}: the model has no tokenizer, and requests are texts")
         self.encoder = Encoder(self.tokenizer, data, None)
-        self.has_template = self.encoder.template.is_used
         self.computes = compute_type(settings)
-        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        vocab_size = stored.get("vocab_size") or (stored.get("text_config") or {}).get("vocab_size")
-        self.vocab_size: int = vocab_size or 2**31
-        self.context_tokens: int = model_folder.context_tokens(stored) or 2**31
+        self.vocab_size = vocabulary(settings).vocab_size or LARGEST_ID
+        self.context_tokens = model_folder.context_tokens(stored_config(settings)) or LARGEST_ID
 
     def load(self) -> tuple[Any, Any, list[int]]:
         """The model, the tokenizer, and the tokens that end an answer: the end of turn of training among them."""
@@ -75,17 +72,18 @@ class ServedModel:
         """A request's token ids, as a training row's prompt has them. Raises UserError: the template does not take a
         message or tools; names which."""
         if isinstance(request, TextRequest):
-            if not self.has_template:
-                return self.encoder.prompt_ids(request.text)
-            return [int(token) for token in self.tokenizer.encode(request.text)]
+            return self.encoder.encode_plain(Plain(request.text, (), "")).prompt
         tools = request.tool_definitions
         if request.messages[-1].role == "assistant":
             raise UserError("the last message is from 'assistant'; a conversation ends before the answer")
-        messages = cast(list[Message], [message.fields() for message in request.messages])
+        messages = [message.fields() for message in request.messages]
         ids = chat_ids(self.encoder, messages, tools)
-        text = self.tokenizer.decode(ids)
-        lost = [name for tool in tools or () if (name := tool["function"]["name"]) not in text]
-        if lost:
+        text, bare = self.tokenizer.decode(ids), ""
+        if tools:  # whose names the question may have, too
+            with contextlib.suppress(UserError):
+                bare = self.tokenizer.decode(chat_ids(self.encoder, messages))
+        names = (tool["function"]["name"] for tool in tools or ())
+        if lost := [name for name in names if text.count(name) <= bare.count(name)]:
             raise UserError(f"the chat template leaves out tools ({', '.join(lost)}); ask without them")
         return ids
 
