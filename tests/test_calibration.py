@@ -94,8 +94,7 @@ def test_missing_binary_and_unreadable_files(tmp_path) -> None:
 
 def test_times_between_below_and_beyond_the_measured_sizes() -> None:
     curve = BatchCurve.from_rates({2: 20, 4: 20, 8: 16})
-    seconds = curve.seconds(np.array([1, 2, 3, 4, 6, 8, 16]))
-    assert seconds == pytest.approx([0.1, 0.1, 0.15, 0.2, 0.35, 0.5, 1.0])
+    assert curve.seconds(np.array([1, 2, 3, 4, 6, 8, 16])) == pytest.approx([0.1, 0.1, 0.15, 0.2, 0.35, 0.5, 1.0])
 
 
 @pytest.mark.parametrize(("limit", "largest"), [(None, 8), (100, 8), (10, 8), (9, 7), (5, 3), (2.3, 1), (2, 0)])

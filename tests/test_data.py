@@ -252,10 +252,8 @@ def test_every_file_format_gives_the_same_data(load, tmp_path, name):
 
 def test_parquet_keeps_the_masks_and_figures_of_tokens(tmp_path):
     path, settings = tmp_path / "data.parquet", DataSettings(train=str(tmp_path / "data.parquet"))
-    masked = {"prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "completion_mask": [0, 0, 1]}
-    write(path, [masked])
-    dataset = load_dataset(str(path), settings, "sft", None)
-    assert dataset[0].stored[1].tolist() == [~7, ~8, 9]
+    write(path, [{"prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "completion_mask": [0, 0, 1]}])
+    assert load_dataset(str(path), settings, "sft", None)[0].stored[1].tolist() == [~7, ~8, 9]
     group = {"prompt_ids": [5], "completion_ids": [[7, 8], [9]], "rewards": [1.0, 0.5], "logps": [[-1.0, -2.0], [0.0]]}
     write(path, [group | {"completion_mask": [[0, 1], [1]]}])
     groups = load_groups(settings, Vocabulary(vocab_size=48))
@@ -293,8 +291,7 @@ def test_scored_tokens_are_what_a_batch_scores(load):
     pair = {"prompt_ids": [5], "chosen_ids": [8, 9], "rejected_ids": [10]}
     dataset = load([pair, pair | {"prompt_ids": [], "rejected_ids": [10, 11, 12]}], tokenizer=None)
     assert dataset.scored_tokens.tolist() == [[2, 1], [1, 2]]
-    batch = collate(list(dataset), 1, False)
-    assert batch.mask.sum(axis=2).tolist() == dataset.scored_tokens.tolist()
+    assert collate(list(dataset), 1, False).mask.sum(axis=2).tolist() == dataset.scored_tokens.tolist()
 
 
 def test_the_digest_covers_all_that_makes_the_tokens(load):
@@ -459,8 +456,7 @@ prompts = st.lists(st.integers(1, 99), max_size=30)
 
 @given(st.lists(st.tuples(prompts, ids, ids), min_size=1, max_size=5), st.sampled_from([1, 8, 64]))
 def test_whole_rows_score_every_completion_token_at_the_position_before_it(rows, multiple):
-    examples = [example(7 + row, *parts) for row, parts in enumerate(rows)]
-    batch = collate(examples, multiple, shared_prompts=False)
+    batch = collate([example(7 + row, *parts) for row, parts in enumerate(rows)], multiple, shared_prompts=False)
     tokens = batch.tokens.reshape(2 * len(rows), -1)
     assert batch.rows.tolist() == [7 + row for row in range(len(rows))]
     assert batch.prefix_length == 0 and batch.suffix_indices is None and tokens.shape[1] % multiple == 0

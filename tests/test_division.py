@@ -39,8 +39,7 @@ def test_the_weights_of_a_mixture_of_experts_by_hand() -> None:
         assert rank_bytes(shape, rows, rank) == (4 * (divided + (5, 6)[rank] * 16), 4 * (norms + routers))
         tied = dataclasses.replace(shape, is_tied=True)
         assert rank_bytes(tied, division, rank)[1] == 4 * (11 * 8 + norms + routers)
-    bare = Division((1, 1), (), ())
-    assert rank_bytes(shape, bare, 0)[0] == 4 * 720
+    assert rank_bytes(shape, Division((1, 1), (), ()), 0)[0] == 4 * 720
 
 
 def test_dimensions_that_a_configuration_leaves_out_or_says_in_its_own_way() -> None:

@@ -36,8 +36,7 @@ def test_an_example_of_a_help_is_understood(script: tuple[str, ...], tmp_path, m
 @pytest.mark.long
 def test_mlxs_own_launcher_finds_the_program(tmp_path) -> None:
     """It starts what stands in the PATH, where `make setup` has a link; and says 0, whatever becomes of the ranks."""
-    setup = (ROOT / "lib/system/installation.py").read_text()
-    assert '(BIN / "train.py").symlink_to("../../train.py")' in setup
+    assert '(BIN / "train.py").symlink_to("../../train.py")' in (ROOT / "lib/system/installation.py").read_text()
     (tmp_path / "train.py").symlink_to(ROOT / "train.py")
     scripts = mpi_and_blas.mpirun_path().parent
     path = f"{tmp_path}:{scripts}:{os.environ['PATH']}"

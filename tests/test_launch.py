@@ -45,8 +45,7 @@ def test_a_ring_has_an_address_for_every_rank() -> None:
     ring = job.Job(hostfile.from_words("10.0.0.1:2,10.0.0.2:1").hosts, "ring", ("train.py",))
     commands = job.rank_commands(ring)
     assert [one.environment["MLX_RANK"] for one in commands] == ["0", "1", "2"]
-    addresses = json.loads(commands[0].files["hosts.json"])
-    assert addresses == [["10.0.0.1:32323"], ["10.0.0.1:32324"], ["10.0.0.2:32325"]]
+    assert json.loads(commands[0].files["hosts.json"]) == [["10.0.0.1:32323"], ["10.0.0.1:32324"], ["10.0.0.2:32325"]]
     assert job.ports_of(ring) == {"10.0.0.1": [32323, 32324], "10.0.0.2": [32325]}
 
 

@@ -59,8 +59,7 @@ HELD += [("7B", "lora", 8, False, 256, 384, 5, 35.5)]
 @pytest.mark.parametrize("row", HELD, ids=str)
 def test_the_formula_is_near_what_an_h200_held(row: Any) -> None:
     model, method, bits, checkpointing, prompt, completion, pairs, held = row
-    quantised = {"quantization": {"group_size": 64, "bits": bits}} if bits else {}
-    shape = model_shape_of({**MODELS[model], **quantised})
+    shape = model_shape_of({**MODELS[model], **({"quantization": {"group_size": 64, "bits": bits}} if bits else {})})
     rows = Rows(prompt, prompt + completion, prompt + 2 * completion, 2 * completion + 2)
     planned = MemoryModel(shape, Training(method, checkpointing=checkpointing), rows).bytes(pairs, "cuda").total
     assert 0.8 <= planned / GB / held <= 1.25
@@ -92,8 +91,7 @@ def test_a_mixture_of_experts() -> None:
 
 
 def test_a_part_of_a_model_needs_a_part_of_its_memory() -> None:
-    division = divide(SHAPE, [1, 3], vocabulary=True)
-    small, large = (rank_shape(SHAPE, division, rank) for rank in range(2))
+    small, large = (rank_shape(SHAPE, divide(SHAPE, [1, 3], vocabulary=True), rank) for rank in range(2))
     parts = [MEMORY.of_part(part, 0, 4, "cuda").activations for part in (small, large)]
     whole = MEMORY.of_part(SHAPE, 0, 4, "cuda").activations
     assert parts[0] < parts[1] < whole < sum(parts), "what is between the layers is kept by both"
@@ -113,8 +111,7 @@ def test_measured_peaks_correct_the_formula() -> None:
 def test_default_sizes_fit_and_limits_of_macs() -> None:
     limit = metal_limit_bytes(128 * GB)
     assert limit == 96 * GB and metal_limit_bytes(18 * GB) == 12 * GB
-    known = facts([RankHost("a", device="metal", memory_bytes=40 * GB)], memory=MEMORY)
-    size = known.default_size(0, KEY)
+    size = facts([RankHost("a", device="metal", memory_bytes=40 * GB)], memory=MEMORY).default_size(0, KEY)
     assert size >= 1 and MEMORY.bytes(size, "metal").total <= (1 - MEMORY_HEADROOM) * 40 * GB
 
 

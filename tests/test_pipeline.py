@@ -100,8 +100,7 @@ def assert_equals_whole(
     sums, gradients = sums_and_gradients(model, train, together.workers, made, recomputes)
     summed, sums = together.workers.sum_gradients(tree_unflatten(list(gradients.items())), sums)
     rounding.assert_within([{"sums": sums}, gathered(together, summed)], expected, limits)
-    squares = {name: mx.square(g).sum() for name, g in tree_flatten(summed)}
-    norm = np.sqrt(together.workers.sum_of_all(squares).item())
+    norm = np.sqrt(together.workers.sum_of_all({name: mx.square(g).sum() for name, g in tree_flatten(summed)}).item())
     wanted = np.sqrt(sum(np.square(g).sum() for g in expected[1].values()))
     assert abs(norm - wanted) <= np.sqrt(sum(limit**2 for limit in limits[1].values()))
 

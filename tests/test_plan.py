@@ -385,8 +385,7 @@ def test_a_pipelined_plan() -> None:
     assert plan.predicted_step_seconds and "matrix-product rates" in plan.reason
     equal = pipelined([128, 128], [1e3, 1e3])
     assert equal.blocks[0] > equal.blocks[1], "the head is work, too"
-    held = sum(stage.held_bytes for stage in equal.stages)
-    assert held == pytest.approx(16.06e9, rel=0.05)
+    assert sum(stage.held_bytes for stage in equal.stages) == pytest.approx(16.06e9, rel=0.05)
     small = pipelined([128, 8], [1e3, 3e3])
     assert (small.ranks[1].planned_bytes or 0) <= 0.9 * 8 * GB and small.blocks[1] < 12
     given = pipelined([128, 128], [1e3, 1e3], "plan.shares=[20,12]")

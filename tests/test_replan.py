@@ -54,8 +54,7 @@ def schedule_of(
 
 @pytest.mark.parametrize("speeds", [(4.0, 1.0), (10.0, 3.0, 1.0), (1.0, 1.9)])
 def test_equal_shares_of_unequal_hosts_are_corrected(speeds: tuple[float, ...]) -> None:
-    schedule = schedule_of([f"host{i}" for i in range(len(speeds))])
-    decided, times = simulated(schedule, 30, constant(*speeds))
+    decided, times = simulated(schedule_of([f"host{i}" for i in range(len(speeds))]), 30, constant(*speeds))
     assert len(decided) == 1 and decided[0][0] <= 6
     assert times[-1] <= 1.05 * 128 / sum(speeds)
 
@@ -107,8 +106,7 @@ def test_what_was_fixed_stands(words: tuple[str, ...]) -> None:
 
 
 def test_given_micro_batch_sizes_stay() -> None:
-    schedule = schedule_of(["a", "b"], "plan.micro_batch_sizes=[4,2]")
-    decided, _ = simulated(schedule, 20, constant(3.0, 1.0))
+    decided, _ = simulated(schedule_of(["a", "b"], "plan.micro_batch_sizes=[4,2]"), 20, constant(3.0, 1.0))
     assert [max(sizes) for sizes in decided[0][1].micro_batch_sizes] == [4, 2]
 
 

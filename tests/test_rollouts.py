@@ -161,8 +161,7 @@ def test_what_looks_like_a_gamed_judge_is_named() -> None:
 
 
 def test_rounds_take_all_prompts_in_turn(tmp_path) -> None:
-    records = [{"prompt_ids": [2] * (1 + row % 5)} for row in range(13)]
-    tiny.write_jsonl(tmp_path / "prompts.jsonl", records)
+    tiny.write_jsonl(tmp_path / "prompts.jsonl", [{"prompt_ids": [2] * (1 + row % 5)} for row in range(13)])
     settings = load(None, ["model.path=m", "data.train=d", f"data.cache_dir={tmp_path}/cache"]).data
     prompts = open_prompts(str(tmp_path / "prompts.jsonl"), settings, None, RolloutSettings(), 2, None, print)
     rounds = [prompts.of_round(number, 4, seed=0) for number in range(1, 7)]
@@ -239,8 +238,7 @@ def test_the_dashboard_shows_rounds(whole: tuple[Path, list[str]]) -> None:
     history = RunHistory(whole[0])
     while history.read():
         pass
-    shown = str(charts.round_sections(history))
-    assert "undone: it shall" in shown
+    assert "undone: it shall" in str(charts.round_sections(history))
     empty = RunHistory(whole[0] / "rounds")
     assert charts.round_sections(empty) == [] == charts.round_panels(empty)
     verdicts = verdicts_of(whole[0])

@@ -25,8 +25,7 @@ def dataset(count: int, seed: int, *quantiles: tuple[float, ...]) -> Dataset:
     random = np.random.default_rng(seed)
     at = [0, 0.1, 0.5, 0.9, 1]
     columns = [np.exp(np.interp(random.random(count), at, np.log(of_column))) for of_column in quantiles]
-    pieces = np.stack(columns, axis=1).astype(int).reshape(-1)
-    bounds = np.concatenate([[0], np.cumsum(pieces)])
+    bounds = np.concatenate([[0], np.cumsum(np.stack(columns, axis=1).astype(int).reshape(-1))])
     tokens = random.integers(2, 48, bounds[-1]).astype(np.int32)
     return Dataset("drawn", "preference", "", "", tokens, bounds)
 

@@ -77,8 +77,7 @@ def test_streamed_rows_are_those_in_memory(tmp_path, names: list[str], max_lengt
         for row in np.random.default_rng(0).permutation(60).tolist():
             assert tokens_of(data, row) == tokens_of(whole, row)
     if len(names) > 1:
-        files = open_streamed(tmp_path, folder / "**" / "*.[jp]*", max_length=max_length)
-        assert files.digest == data.digest
+        assert open_streamed(tmp_path, folder / "**" / "*.[jp]*", max_length=max_length).digest == data.digest
     assert abs(int(data.lengths.sum()) / int(whole.lengths.sum()) - 1) < 0.1
     assert data.lengths.max() < max_length and (data.pieces > 0).all()
 
@@ -118,8 +117,7 @@ def test_a_part_of_a_plain_text_is_taken_from_what_the_holdout_leaves(tmp_path, 
     """Both are decided by a hash of the whole text, which must not be the same number."""
     texts = write(tmp_path / "texts.jsonl", [{"text": f"The number {i} is a number."} for i in range(1000)])
     settings = settings_of(tmp_path, {str(texts): 0.1}, holdout=0.1, streaming=streaming)
-    data = training(settings, "sft")
-    assert 60 < len(data) < 120, "a tenth of 900"
+    assert 60 < len(training(settings, "sft")) < 120, "a tenth of 900"
 
 
 @pytest.mark.parametrize("streaming", [True, False])

@@ -65,8 +65,7 @@ def test_a_run_fits_its_terminal(monkeypatch, tmp_path) -> None:
     assert re.search(r"step 6/6  ━+  loss 0\.\d{4}  acc .* pairs/s  in 0:\d\d", text), text[-3000:]
     assert "evaluating ..." in text and "held out 6/6  loss" in text and "…" not in text
     assert '{"name"' not in text, "JSON is for programs"
-    commands = text[text.index("try it ") :]
-    assert shlex.split(commands.splitlines()[0])[-2:] == ["--prompt", "..."]
+    assert shlex.split(text[text.index("try it ") :].splitlines()[0])[-2:] == ["--prompt", "..."]
 
 
 def test_without_colours_and_where_nothing_can_be_drawn_over(monkeypatch, tmp_path) -> None:

@@ -87,8 +87,7 @@ def test_every_layer_has_the_rank_and_scale_of_the_first_pattern_that_ends_its_n
     names = ("0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.up_proj")
     first, second, other = (f"model.layers.{name}" for name in names)
     assert (plain[first], plain[second], plain[other]) == ((2, 4.0), (16, 0.5), (4, 2.0))
-    expected = ((2, 32 / math.sqrt(2)), (16, 8.0), (4, 4.0))
-    assert (stabilised[first], stabilised[second], stabilised[other]) == expected
+    assert (stabilised[first], stabilised[second], stabilised[other]) == ((2, 32 / math.sqrt(2)), (16, 8.0), (4, 4.0))
 
 
 def test_an_adapter_of_other_ranks_is_refused_by_its_first_layer(tmp_path) -> None:

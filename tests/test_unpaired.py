@@ -74,8 +74,7 @@ def test_loss_gradients_and_metrics_are_those_of_trl(name: str) -> None:
     sides = [[TRL[side], TRL[f"mismatched_{side}"]] for side in ("policy", "reference")]
     policy, reference = (np.array(side, np.float32).T for side in sides)
     wanted = TRL["figures"][name]
-    ratios = (policy - reference)[:, int(name == "kto")]
-    sums = mx.array([float(ratios.sum()), 6.0])
+    sums = mx.array([float((policy - reference)[:, int(name == "kto")].sum()), 6.0])
     compared_with = mx.array(baseline_of_step(train, sums, [sum(TRL["earlier_rewards"]), 3.0]))
 
     def total(logps: mx.array) -> tuple[mx.array, dict[str, mx.array]]:

@@ -110,8 +110,7 @@ def test_answers_and_scores_of_a_trained_model_look_back_as_far() -> None:
                 ids.pop()
                 break
         assert text == tokenizer.decode(ids[len(prompt) :])
-    wide = load_module.load(ModelSettings(path=QUICKSTART), 0)
-    assert texts != greedy(wide, tokenizer, prompts, 12, World())[0]
+    assert texts != greedy(load_module.load(ModelSettings(path=QUICKSTART), 0), tokenizer, prompts, 12, World())[0]
     assert load_module.fingerprint(settings, 0) != load_module.fingerprint(ModelSettings(path=QUICKSTART), 0)
 
 

@@ -120,7 +120,6 @@ def test_logs_of_other_disks_come_to_rank_0_and_those_of_the_same_disk_do_not(wo
         world.broadcast_text("written")  # nobody looks before all are done
     here, last = folder / "here" / "logs", world.size - 1
     copies = [path.relative_to(here).as_posix() for path in here.rglob("*.jsonl")]
-    of_last = f"host-{last}/rank-{last:03d}.jsonl"
-    assert sorted(copies) == [of_last, *(f"rank-{r:03d}.jsonl" for r in range(last))]
+    assert sorted(copies) == [f"host-{last}/rank-{last:03d}.jsonl", *(f"rank-{r:03d}.jsonl" for r in range(last))]
     own = folder / "there" / "logs" / f"rank-{last:03d}.jsonl"
     assert (here / f"host-{last}" / own.name).read_bytes() == own.read_bytes()

@@ -111,8 +111,7 @@ class WorkQueue:
             pass
         if "fault" in answer:
             raise UserError(answer["fault"])
-        item: int | None = answer["item"]
-        return item
+        return answer["item"]
 
     def finish(self, item: int, lines: Lines) -> None:
         """Hands in an item's lines; the first result of an item counts."""

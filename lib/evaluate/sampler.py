@@ -85,8 +85,7 @@ def uniforms(seed: Sequence[int], prompt_id: int, k: int, count: int) -> np.ndar
     """One number in [0, 1) for each position of the k-th sample of a prompt: float32 [count], multiples of 2^-23. They
     follow from these arguments alone (Philox, Salmon et al. 2011), and a longer row begins with the shorter one."""
     generator = np.random.Philox(np.random.SeedSequence([*seed, prompt_id, k]))
-    numbers: np.ndarray = (generator.random_raw(count) >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)
-    return numbers
+    return (generator.random_raw(count) >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)
 
 
 def draw(logits: mx.array, numbers: mx.array, temperature: float, top_p: float) -> tuple[mx.array, mx.array]:

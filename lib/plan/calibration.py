@@ -110,8 +110,7 @@ class BatchCurve(Stored):
         """tau(b), float64, linear between measured sizes; below them the smallest's time, above the largest's rate."""
         sizes = np.array([point.batch_size for point in self.points], dtype=np.float64)
         times = np.array([point.seconds_median for point in self.points])
-        seconds: np.ndarray = np.interp(batch_sizes, sizes, times) * np.maximum(1.0, batch_sizes / sizes[-1])
-        return seconds
+        return np.interp(batch_sizes, sizes, times) * np.maximum(1.0, batch_sizes / sizes[-1])
 
     @property
     def best_point(self) -> BatchPoint:
@@ -328,5 +327,4 @@ class HardwareCalibrator:
                 (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1].removeprefix("error: ")
             )
         print(done.stderr, end="", file=sys.stderr)  # a warning says why a rate is None
-        hardware: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
-        return hardware
+        return json.loads(done.stdout.strip().splitlines()[-1])
