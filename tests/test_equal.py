@@ -53,7 +53,6 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ALL,
     ),
     "unlike ranks": ((), (*ALL, "one-idle")),  # limits of rounding; and where a single pair did not fit
-    "rank 0 compiled": ((), ("stages",)),  # as a GPU beside a CPU
     "muon, compiled": ((*FULL, "train.optimizer=muon", "train.compile=true"), ("replicas", "stages")),
 }
 ON_THREE = ("DPO", "SFT of all weights", "GRPO")
@@ -80,7 +79,6 @@ def test_ranks_train_to_the_weights_of_one(world, folder, monkeypatch, case: str
     if case == "unlike ranks":
         monkeypatch.setattr(stream_trial, "rounding_tolerance", lambda _: math.nan if world.rank else 0.01)
         monkeypatch.setattr(MicroBatchLimit, "recomputes", world.rank == 1)
-    if case == "rank 0 compiled":
         monkeypatch.setattr(divided_world, "compiles", lambda _: world.rank == 0)
     for way in (way for way in ways if world.size in WAYS[way]):
         own = WAYS[way][world.size]

@@ -135,7 +135,8 @@ class Past(ArraysCache):
 class Stream:
     """Passed to blocks as their cache: lays the stream out for attention. offset: int32 [N], the tokens' positions."""
 
-    mixed: Any  # the mixer's output for all tokens in the block that ran last
+    mixed: Any  # the mixer's output for all tokens in the block that ran last,
+    keeps_mixed = False  # if so: a recomputed block's compiled graph holds the stream, which is not to hold the graph
     of_scored: mx.array | None = None  # the same of the scored tokens alone: what attention gives from now on
     __iter__ = None  # of what a block takes for several caches each is the stream
 
@@ -208,8 +209,9 @@ class Stream:
                 outputs.append(run(tree_map(lambda leaf: self._part(leaf, parts, past, i), inputs)))  # noqa: B023
             finally:
                 self.layout.token_keys = keys
-        self.mixed = tree_map(lambda tails, *prefixes: self._tokens([*prefixes], tails)[:, None], *outputs[::-1])
-        return self.mixed
+        mixed = tree_map(lambda tails, *prefixes: self._tokens([*prefixes], tails)[:, None], *outputs[::-1])
+        self.mixed = mixed if self.keeps_mixed else None
+        return mixed
 
     def _is_of_tokens(self, leaf: Any) -> bool:
         return isinstance(leaf, mx.array) and leaf.shape[:2] == (self.offset.size, 1)
@@ -235,11 +237,11 @@ def _move(x: mx.array, index: mx.array, inverse: mx.array, are_used: mx.array) -
     @move.vjp
     def move_vjp(_: Any, cotangent: mx.array, __: Any) -> mx.array:
         shape = (-1,) + (1,) * (cotangent.ndim - 1)
-        total = None
-        for i in range(inverse.shape[1]):
-            part = mx.where(are_used[:, i].reshape(shape), mx.take(cotangent, inverse[:, i], axis=0), 0)
-            total = part if total is None else total + part
-        return total
+        parts = [
+            mx.where(are_used[:, i].reshape(shape), mx.take(cotangent, inverse[:, i], axis=0), 0)
+            for i in range(inverse.shape[1])
+        ]
+        return sum(parts[1:], parts[0])
 
     return move(x)
 
@@ -256,7 +258,8 @@ def _ending(model: nn.Module, stream: Stream, scored: mx.array) -> Replaced | No
     if (block.training and has_dropout) or getattr(block, "is_recomputed", False):
         return None
 
-    def ending(x: mx.array, *args: Any, **options: Any) -> mx.array:
+    def ending(x: mx.array, *args: Any, **options: Any) -> Any:
+        stream.keeps_mixed = True
         block(x, *args, **options)
         stream.of_scored, stream.offset = mx.take(stream.mixed, scored, axis=0), stream.offset[scored]
         return block(mx.take(x, scored, axis=0), *args, **options)
@@ -287,8 +290,7 @@ class Replaced:
         self.holder, self.name, self.part, self.function = holder, name, holder[name], function
 
     def _put(self, part: Any) -> None:
-        kind = list if isinstance(self.holder, list) else dict  # not by attribute: parameters keep their names
-        kind.__setitem__(self.holder, self.name, part)
+        self.holder[self.name] = part  # not by attribute: parameters keep their names
 
     def __enter__(self) -> None:
         self._put(self)
