@@ -106,6 +106,6 @@ def quickstart_rest(options: argparse.Namespace) -> str:
 def decided(plan: Path) -> str:
     """The strategy of a run's first plan."""
     try:
-        return str(read_file.read_object(plan, "the run's")["strategy"])
+        return read_file.read_object(plan, "the run's")["strategy"]
     except (OSError, UserError, KeyError):
         return "auto"

@@ -180,7 +180,7 @@ class ChatTemplate:
         if chat.tools:
             options |= {"tools": chat.tools, "chat_template": self._named.get("tool_use", self.text)}
         try:
-            return str(self.tokenizer.apply_chat_template(list(messages), **options))
+            return self.tokenizer.apply_chat_template(list(messages), **options)
         except jinja2.TemplateSyntaxError:
             raise
         except Exception as error:  # a template raises whatever its author chose
@@ -256,19 +256,21 @@ class ChatTemplate:
     @cached_property
     def turns(self) -> str:
         """A question and an answer as the template writes them; "" where there is none."""
-        turns: list[Message] = [{"role": "user", "content": SENTINEL}, assistant_message(SENTINEL)]
+        turns = [{"role": "user", "content": SENTINEL}, assistant_message(SENTINEL)]
         return self.text_of(turns) if self.is_used else ""
 
     @cached_property
     def marks(self) -> frozenset[str]:
-        """What the template writes around a question and an answer: <|im_start|>, [INST] and the like."""
-        return frozenset(TURN_MARKS.findall(self.turns))
+        """What the template writes around system prompt, question and answer: <|im_start|>, [INST] and the like."""
+        opened = self.text_of([{"role": role, "content": SENTINEL} for role in ("system", "user")])
+        return frozenset(TURN_MARKS.findall(f"{self.turns} {opened}"))
 
     @cached_property
     def header(self) -> str:
         """What the template writes behind a prompt for its answer: <|im_start|>assistant, ASSISTANT: and the like."""
-        question: list[Message] = [{"role": "user", "content": SENTINEL}]
-        asked, told = (self.text_of(question, is_prompt) if self.is_used else "" for is_prompt in (True, False))
+        question = [{"role": "user", "content": SENTINEL}]
+        asked, told = (self.text_of(question, is_prompt) for is_prompt in (self.is_used, False))
+        told = told.removesuffix(getattr(self.tokenizer, "eos_token", "") or "")  # Phi-3 ends a question with it
         header = EMPTY_THINKING.sub("", asked[len(told) :] if asked.startswith(told) else "").strip()
         return OPENED_THINKING.sub("", header).rstrip()
 

@@ -64,7 +64,7 @@ class ChatForm:
     def render(self, messages: list[dict[str, str]]) -> str:
         """A conversation's text, with the opening of an answer at its end."""
         options = {"tokenize": False, "add_generation_prompt": True, "chat_template": self.template, **self.arguments}
-        return str(self.tokenizer.apply_chat_template(messages, **options))
+        return self.tokenizer.apply_chat_template(messages, **options)
 
 
 @dataclass(frozen=True)

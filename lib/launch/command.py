@@ -276,4 +276,4 @@ def _wait_as_secondary(job: Job, names: list[str], here: str, key: bytes) -> str
     if "go" not in message:
         why = f"port {job.starting_port} has to be open there"
         raise Stopped(f"{names[0]}, the primary, or another host did not come in {limit:.0f} s, or left; {why}")
-    return str(message["go"])
+    return message["go"]
