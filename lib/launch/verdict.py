@@ -90,7 +90,7 @@ class Trials:
         launch = [*self.launch_words(), "--"] if ranks else []
         common = [f"run.dir={self.folder}", f"run.name={name}", f"plan.calibration_dir={self.folder}/none"]
         self.python(*launch, "train.py", *common, "run.pages=false", *words)
-        return dict(json.loads((self.folder / name / "summary.json").read_text(encoding="utf-8")))
+        return json.loads((self.folder / name / "summary.json").read_text(encoding="utf-8"))
 
     def launch_words(self) -> list[str]:
         """Starts a rank on every host."""

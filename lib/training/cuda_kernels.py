@@ -162,8 +162,7 @@ def _digest(model: ModelSettings, train: TrainSettings) -> str:
 
 def _stored(model: ModelSettings) -> dict[str, Any]:
     file = model_folder.resolve(model.path, model.revision) / "config.json"
-    stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return stored
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def small_model(settings: ModelSettings, seed: int) -> nn.Module:
@@ -279,8 +278,7 @@ def _of_logps(step: Step, batch: Batch) -> tuple[mx.array, mx.array]:
     def of_logps(logps: mx.array) -> mx.array:
         return loss_and_sums(step.train, (logps, *others), inputs, reference, labels, baseline)[0]
 
-    both: tuple[mx.array, mx.array] = mx.compile(mx.value_and_grad(of_logps))(mx.contiguous(logps))
-    return both
+    return mx.compile(mx.value_and_grad(of_logps))(mx.contiguous(logps))
 
 
 def reference(step: Step, batch: Batch) -> None:
