@@ -57,7 +57,7 @@ TESTS = {  # of every pure module, the tests that are about it
     "distributed.compression": "tests/test_compression.py",
     "model.partition": "tests/test_division.py tests/test_plan.py -k 'divi or dealt or smallest or larger'",
     "launch.hostfile": "tests/test_hostfile.py",
-    "launch.job": "tests/test_slurm.py",
+    "launch.rank_commands": "tests/test_slurm.py",
     "training.local_sgd": "tests/test_local_sgd.py",
     "training.losses": "tests/test_losses.py",
     "training.unpaired_losses": "tests/test_unpaired.py",

@@ -4,8 +4,8 @@ from typing import Any
 
 from lib.config.settings import DataSettings
 from lib.data.chat import has_reasoning, lost
+from lib.data.encode import Encoder
 from lib.data.record_formats import Chat, Tokens, Unusable
-from lib.data.tokenize import Encoder
 from tests import chat_models
 
 SYSTEM = {"role": "system", "content": "You are terse."}

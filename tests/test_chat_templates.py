@@ -14,10 +14,10 @@ from lib.config.load import load as load_settings
 from lib.config.settings import DataSettings
 from lib.data.batch import collate
 from lib.data.dataset import Dataset, load_dataset
+from lib.data.encode import Encoder
 from lib.data.inspect import facts_of
 from lib.data.record_formats import Chat, Tokens, Unusable
 from lib.data.streaming import open_training
-from lib.data.tokenize import Encoder
 from lib.data.tokenizer import load_tokenizer_of
 from lib.errors import UserError
 from tests import chat_models, chat_rows, tiny

@@ -19,9 +19,9 @@ from lib.data import record_files
 from lib.data.batch import collate
 from lib.data.batch_shapes import pad_length
 from lib.data.dataset import Dataset, Example, load_dataset
+from lib.data.encode import truncate
 from lib.data.groups import load_groups
 from lib.data.order import prefetch
-from lib.data.tokenize import truncate
 from lib.data.tokenizer import Vocabulary
 from lib.errors import UserError
 from tests.tiny import write_jsonl as write

@@ -11,11 +11,11 @@ from lib.config.load import load as load_settings
 from lib.config.settings import DataSettings, ModelSettings
 from lib.data import inspect
 from lib.data.dataset import load_dataset
+from lib.data.encode import Encoder, chat_ids
 from lib.data.groups import load_groups
 from lib.data.record_formats import Columns, Plain, Unusable, answer_text, parse
 from lib.data.sources import require_apart, with_splits
 from lib.data.streaming import open_held_out, open_training
-from lib.data.tokenize import Encoder, chat_ids
 from lib.data.tokenizer import TextTokens, Vocabulary, load_tokenizer_of
 from lib.errors import UserError
 from lib.training.run_inputs import generate_options, read_inputs

@@ -7,9 +7,9 @@ import pytest
 
 from lib.errors import UserError
 from lib.launch import hostfile, ssh
-from lib.launch import job as jobs
+from lib.launch import rank_commands as jobs
 from lib.launch.hostfile import Host, Hosts, parse
-from lib.launch.job import Job
+from lib.launch.rank_commands import Job
 from tests.tiny import ROOT
 
 TWO = (Host("mac-a", 1), Host("root@10.0.0.2", 3, ("10.0.0.2",)))

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from lib.errors import UserError
-from lib.launch import command, hostfile, job, launcher, ssh
+from lib.launch import command, hostfile, launcher, rank_commands, ssh
 from tests import tiny
 from tests.cluster import Host
 from tests.tiny import ROOT
@@ -42,19 +42,19 @@ def test_wrong_words_are_named(words: list[str], says: str) -> None:
 
 
 def test_a_ring_has_an_address_for_every_rank() -> None:
-    ring = job.Job(hostfile.from_words("10.0.0.1:2,10.0.0.2:1").hosts, "ring", ("train.py",))
-    commands = job.rank_commands(ring)
+    ring = rank_commands.Job(hostfile.from_words("10.0.0.1:2,10.0.0.2:1").hosts, "ring", ("train.py",))
+    commands = rank_commands.rank_commands(ring)
     assert [one.environment["MLX_RANK"] for one in commands] == ["0", "1", "2"]
     assert json.loads(commands[0].files["hosts.json"]) == [["10.0.0.1:32323"], ["10.0.0.1:32324"], ["10.0.0.2:32325"]]
-    assert job.ports_of(ring) == {"10.0.0.1": [32323, 32324], "10.0.0.2": [32325]}
+    assert rank_commands.ports_of(ring) == {"10.0.0.1": [32323, 32324], "10.0.0.2": [32325]}
 
 
 def test_a_resumed_run_keeps_its_settings_and_plans_again_for_another_world() -> None:
     typed = ("train.py", "--config", "x.yaml", "train.beta=0.2", "run.name=a", "plan.shares=[1,2]")
     common = ("train.py", "--resume", "runs/a", "train.beta=0.2")
-    assert job.resume_command(typed, "runs/a", same_world=True) == (*common, "plan.shares=[1,2]")
+    assert rank_commands.resume_command(typed, "runs/a", same_world=True) == (*common, "plan.shares=[1,2]")
     anew = ("plan.shares=null", "plan.micro_batch_sizes=null")
-    assert job.resume_command(typed, "runs/a", same_world=False) == (*common, *anew)
+    assert rank_commands.resume_command(typed, "runs/a", same_world=False) == (*common, *anew)
 
 
 def test_a_path_in_the_home_is_copied_to_the_other_hosts_home(tmp_path, monkeypatch) -> None:
@@ -67,7 +67,7 @@ def test_a_path_in_the_home_is_copied_to_the_other_hosts_home(tmp_path, monkeypa
     monkeypatch.setenv("HOME", str(here))
     monkeypatch.setattr(ssh, "ssh_command", lambda _: ["env", f"HOME={there}", "sh", "-c"])
     began = time.time()
-    ssh.copy_to_hosts(job.Job(hostfile.from_words("mac-b").hosts, "ring", ("train.py",)), ["~/data"])
+    ssh.copy_to_hosts(rank_commands.Job(hostfile.from_words("mac-b").hosts, "ring", ("train.py",)), ["~/data"])
     copied = there / "data/new.txt"
     assert copied.read_text() == "of ada" and (there / "data/own.txt").exists()
     assert copied.stat().st_mtime >= began - 1, "by the clock of the host that receives it"
@@ -120,7 +120,7 @@ def test_a_port_whose_packets_are_dropped_is_told_from_an_address_that_is_lost(m
             full.getsockname()[1],
         )  # Linux drops what follows
         host = hostfile.Host("a", addresses=("127.0.0.1",), port=sshd.getsockname()[1])
-        ring = job.Job((host,), "ring", ("train.py",), starting_port=port)
+        ring = rank_commands.Job((host,), "ring", ("train.py",), starting_port=port)
         assert f"a firewall drops what comes to port {port} of 127.0.0.1" in launcher.dropped_text(ring)
     assert waiting and not launcher.dropped_text(ring), "a port that refuses is there"
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lib.errors import UserError
 from lib.model.partition import model_shape_of
-from lib.plan import __main__ as machines
+from lib.plan import machine_choice as machines
 from lib.plan import plan as plan_module
 from lib.plan.calibration import BatchCurve, read_published
 from lib.plan.facts import RankHost

@@ -14,8 +14,8 @@ import pytest
 from lib.errors import UserError
 from lib.launch import preflight, verdict
 from lib.launch.hostfile import Host
-from lib.launch.job import Job
 from lib.launch.preflight import Finding, Request
+from lib.launch.rank_commands import Job
 from lib.system import network
 from lib.system.os_commands import Completed
 from tests.tiny import ROOT

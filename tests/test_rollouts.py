@@ -16,8 +16,8 @@ import pytest
 from lib.config.load import load
 from lib.config.settings import RolloutSettings, TrainSettings
 from lib.data.dataset import load_dataset
+from lib.data.encode import Encoder
 from lib.data.prompts import load_questions, open_prompts
-from lib.data.tokenize import Encoder
 from lib.data.tokenizer import Vocabulary, load_tokenizer_of
 from lib.distributed.work_queue import Journal
 from lib.distributed.world import World

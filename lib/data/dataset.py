@@ -18,8 +18,8 @@ import numpy as np
 
 from lib.config.settings import DataSettings
 from lib.data import sources
+from lib.data.encode import Encoder, truncate
 from lib.data.record_formats import Columns, Record, RecordKind, Tokens, Unusable, Unwanted, rows_of
-from lib.data.tokenize import Encoder, truncate
 from lib.data.tokenizer import NO_LIMITS, Tokenizer, Vocabulary, require_own
 from lib.errors import UserError
 from lib.system import os_commands

@@ -23,9 +23,9 @@ from lib.config.settings import DataSettings
 from lib.data import sources
 from lib.data.chat import OPENED_THINKING, SENTINEL
 from lib.data.dataset import Example, Tokenisation
+from lib.data.encode import Encoder
 from lib.data.record_formats import RecordKind
 from lib.data.streaming import open_training, tell_unread
-from lib.data.tokenize import Encoder
 from lib.data.tokenizer import Tokenizer, Vocabulary, load_tokenizer_of, vocabulary
 from lib.errors import UserError
 from lib.system import mpi_and_blas

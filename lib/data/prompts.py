@@ -14,6 +14,7 @@ from lib.config.settings import DataSettings, EvaluateSettings, ModelSettings, R
 from lib.data import record_files, sources
 from lib.data import tokenizer as tokenizer_module
 from lib.data.dataset import Example, Sized, Tokenisation
+from lib.data.encode import Encoder
 from lib.data.record_formats import (
     ANSWER,
     JSON,
@@ -30,7 +31,6 @@ from lib.data.record_formats import (
     parse,
 )
 from lib.data.sources import Records, Tell
-from lib.data.tokenize import Encoder
 from lib.data.tokenizer import NO_LIMITS, Tokenizer, Vocabulary, vocabulary_digest
 from lib.errors import UserError
 

@@ -26,8 +26,8 @@ from lib.config.settings import ModelSettings
 from lib.data.batch import collate
 from lib.data.chat import ChatTemplate, template_of
 from lib.data.dataset import Example
+from lib.data.encode import Encoder
 from lib.data.record_formats import Unusable
-from lib.data.tokenize import Encoder
 from lib.data.tokenizer import TextTokens, stored_config
 from lib.distributed.work_queue import Lines
 from lib.distributed.world import World

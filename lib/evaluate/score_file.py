@@ -23,10 +23,10 @@ from lib.config.settings import Config
 from lib.data import sources
 from lib.data import tokenizer as tokenizer_module
 from lib.data.dataset import Dataset, Tokenisation, in_memory
+from lib.data.encode import Encoder
 from lib.data.prompts import columns_of, ids_of
 from lib.data.record_formats import JSON, RecordKind, Unusable
 from lib.data.sources import Records
-from lib.data.tokenize import Encoder
 from lib.data.tokenizer import Tokenizer
 from lib.distributed.work_queue import Lines, ServedQueue, WorkQueue, open_queue, work
 from lib.distributed.world import World, host_names

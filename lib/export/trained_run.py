@@ -18,10 +18,10 @@ from mlx_lm.utils import load_model
 
 from lib.config import load as config
 from lib.config.settings import Config, DataSettings, ModelSettings
+from lib.data.encode import Encoder
 from lib.data.groups import load_groups
 from lib.data.record_formats import RecordKind
 from lib.data.streaming import open_held_out, open_training
-from lib.data.tokenize import Encoder
 from lib.data.tokenizer import load_tokenizer_of, stored_config
 from lib.errors import Stopped, UserError
 from lib.model import adapter_files, adapters

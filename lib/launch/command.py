@@ -32,8 +32,8 @@ from lib.environment import ROOT
 from lib.errors import Stopped, UserError
 from lib.launch import discovery, hostfile, launcher, preflight, ssh
 from lib.launch.hostfile import Host
-from lib.launch.job import RDMA_BACKENDS, Job, scheduler_file
 from lib.launch.launcher import MAC_RESTARTS
+from lib.launch.rank_commands import RDMA_BACKENDS, Job, scheduler_file
 from lib.system import cluster_key, terminal
 
 CLOSE_SECONDS = 2.0  # for secondaries to close first: the port is then free for rank 0 at once

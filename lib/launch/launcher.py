@@ -28,9 +28,9 @@ from lib.distributed.heartbeat import WATCHER, Watcher
 from lib.environment import ROOT
 from lib.errors import UserError, shown
 from lib.launch import hostfile, ssh
-from lib.launch import job as jobs
+from lib.launch import rank_commands as jobs
 from lib.launch.hostfile import Host
-from lib.launch.job import RDMA_BACKENDS, Job, RankCommand
+from lib.launch.rank_commands import RDMA_BACKENDS, Job, RankCommand
 from lib.launch.rank_process import HELLO
 from lib.system import os_commands, out_of_memory
 

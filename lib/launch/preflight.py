@@ -40,8 +40,8 @@ from lib.environment import ROOT
 from lib.errors import UserError, shown
 from lib.launch import hostfile, ssh
 from lib.launch.hostfile import Host
-from lib.launch.job import RDMA_BACKENDS, Job, ports_of
 from lib.launch.launcher import Console, Start, dropped_text, is_local
+from lib.launch.rank_commands import RDMA_BACKENDS, Job, ports_of
 from lib.plan.shares import listed
 from lib.system import files, hardware, mpi_and_blas, network, os_commands, terminal
 

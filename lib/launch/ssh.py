@@ -21,7 +21,7 @@ from lib.environment import ROOT
 from lib.errors import UserError
 from lib.launch import hostfile, receiver
 from lib.launch.hostfile import Host
-from lib.launch.job import Job
+from lib.launch.rank_commands import Job
 from lib.system import network, os_commands, terminal
 
 CONNECT_SECONDS = 10

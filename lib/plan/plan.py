@@ -344,7 +344,6 @@ def sum_of(numbers: Sequence[object]) -> str:
 
 NOTEWORTHY = 0.05  # of a step's time: less is not worth a word
 HIGHEST_RATE = 1e-2  # of Adam, whose steps are about as long as its rate
-STRAYED_NATS = 100.0  # of KL to the reference, a completion
 ROOM_FOR_ACTIVATIONS = 0.5  # of a host's memory, left free beside weights, gradients and optimizer
 
 
@@ -405,14 +404,6 @@ def learning_rate(train: TrainSettings) -> list[str]:
         usual = "LoRA takes 1e-5 to 1e-3, full training 1e-7 to 1e-4, DPO the lower end of it"
         warnings.append(f"{rate} is beyond what {train.optimizer} can train with: {usual}")
     return warnings
-
-
-def strayed(kl: float | None) -> str | None:
-    """A policy that ends very far from its reference."""
-    if kl is None or abs(kl) < STRAYED_NATS:
-        return None
-    remedy = "a lower train.learning_rate, a larger train.beta, or fewer steps"
-    return f"KL to the reference is {kl:.3g} nats a completion: the model has left what it was; {remedy}"
 
 
 def uneven_labels(rows: int, desirable: int, train: TrainSettings) -> str | None:

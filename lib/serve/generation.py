@@ -26,8 +26,8 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
 from lib.config.settings import DataSettings, ModelSettings
+from lib.data.encode import Encoder, chat_ids
 from lib.data.record_formats import Plain
-from lib.data.tokenize import Encoder, chat_ids
 from lib.data.tokenizer import LARGEST_ID, load_tokenizer_of, stored_config, vocabulary
 from lib.errors import UserError
 from lib.model.load import compute_type

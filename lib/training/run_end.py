@@ -7,7 +7,7 @@ from typing import Any
 
 from lib.errors import Stopped
 from lib.model import adapter_files
-from lib.plan.plan import ClusterPlan, strayed
+from lib.plan.plan import ClusterPlan
 from lib.plan.time_and_cost import hosts_cost
 from lib.system import files, records
 from lib.training import checkpoint
@@ -15,6 +15,7 @@ from lib.training.losses import Metrics
 from lib.training.run import TrainingRun
 from lib.training.run_inputs import generate_options
 
+STRAYED_NATS = 100.0  # of KL to the reference, a completion
 FIGURES = ("loss", "reward_accuracy", "reward_margin", "kl")  # held out; None where there is no held-out data
 
 
@@ -40,6 +41,14 @@ def take_best(run: TrainingRun, latest: Metrics) -> tuple[int, Metrics]:
     checkpoint.restore_weights(path, run.model, run.world)
     run.say.line(f"the weights of step {step} are taken, of the best {run.best_by} ({best:.4f})")
     return step, progress.best_metrics
+
+
+def strayed(kl: float | None) -> str | None:
+    """A policy that ends very far from its reference."""
+    if kl is None or abs(kl) < STRAYED_NATS:
+        return None
+    remedy = "a lower train.learning_rate, a larger train.beta, or fewer steps"
+    return f"KL to the reference is {kl:.3g} nats a completion: the model has left what it was; {remedy}"
 
 
 def worsened(best_by: str, before: Metrics, after: Metrics) -> str | None:

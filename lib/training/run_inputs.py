@@ -14,12 +14,12 @@ from rich.text import Text
 from lib.config.settings import Config, DataSettings, EvaluateSettings, ModelSettings, RolloutSettings
 from lib.data import sources, tokenizer
 from lib.data.dataset import Dataset
+from lib.data.encode import Encoder
 from lib.data.groups import load_groups
 from lib.data.inspect import facts_of, picture
 from lib.data.prompts import Prompts, Question, load_questions, open_prompts
 from lib.data.record_formats import Unusable
 from lib.data.streaming import StreamedDataset, open_held_out, open_training
-from lib.data.tokenize import Encoder
 from lib.data.tokenizer import Tokenizer, Vocabulary
 from lib.distributed.world import World
 from lib.errors import UserError
