@@ -321,6 +321,10 @@ def test_an_answer_to_a_rendered_prompt_ends_as_the_template_ends_it() -> None:
     encoder = Encoder(tokenizer, DataSettings(train="-"), None)
     row = Plain("<bos><start_of_turn>user\nShelf?<end_of_turn>\n<start_of_turn>model\n", ("Aisle 3.",), "")
     assert encoder.encoded(row).completions[0][-1] == tokenizer.convert_tokens_to_ids("<end_of_turn>")
+    bare = "{% for m in messages %}{{ m.content + (' [/INST]' if m.role == 'user' else '') }}{% endfor %}"
+    encoder = Encoder(wrapped(NEMO, bare), DataSettings(train="-"), None)  # Mistral's early ones mark no system prompt
+    encoder.encoded(Plain("Be terse.\n\n[INST] Shelf? [/INST]", ("3.",), ""))
+    assert "not rendered again" in next(iter(encoder.notes))
 
 
 @pytest.mark.parametrize(

@@ -268,8 +268,7 @@ class ChatTemplate:
     @cached_property
     def header(self) -> str:
         """What the template writes behind a prompt for its answer: <|im_start|>assistant, ASSISTANT: and the like."""
-        question = [{"role": "user", "content": SENTINEL}]
-        asked, told = (self.text_of(question, is_prompt) for is_prompt in (self.is_used, False))
+        asked, told = (self.text_of([{"role": "user", "content": SENTINEL}], each) for each in (self.is_used, False))
         told = told.removesuffix(getattr(self.tokenizer, "eos_token", "") or "")  # Phi-3 ends a question with it
         header = EMPTY_THINKING.sub("", asked[len(told) :] if asked.startswith(told) else "").strip()
         return OPENED_THINKING.sub("", header).rstrip()
@@ -289,7 +288,8 @@ class ChatTemplate:
     def ends_with_header(self, text: str) -> bool:
         """Whether a text ends as a prompt does: with the header of an answer, and perhaps a block of thinking."""
         bare = OPENED_THINKING.sub("", EMPTY_THINKING.sub("", text[-200:]).rstrip()).rstrip()
-        return bool(self.header) and bare.endswith(self.header)
+        end = self.header or self.turns.partition(SENTINEL)[2].partition(SENTINEL)[0].strip()  # Mistral's is [/INST]
+        return bool(end) and bare.endswith(end)
 
     # ---- Where things are in a rendering
 

@@ -220,7 +220,7 @@ class Encoder:
                 note = f"texts begin with {mark}, which the chat template does not have; it is rendered as text"
                 self.notes[note] = None
         self._note_strange(texts, answers)
-        end = str(self.tokenizer.decode([self.turn_end_id])).strip() or "\0"
+        end = self.tokenizer.decode([self.turn_end_id]).strip() or "\0"
         ended = [text for text in texts if text not in answers and text.rstrip().endswith(end)]
         if (bad := next(filter(template.is_rendered, texts), next(iter(ended), None))) is not None:
             raise Unusable(

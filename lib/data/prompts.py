@@ -39,7 +39,7 @@ def columns_of(record: JSON, data: DataSettings, tokenizer: Tokenizer) -> JSON:
     """The columns of a prompt, under the names that every reader knows; a text stays a text. Raises Unusable."""
     parsed, stored = parse(record, Columns.of(data), "prompt"), record.get(data.column("prompt"))
     if isinstance(parsed, Tokens):
-        text = str(tokenizer.decode(parsed.prompt))
+        text = tokenizer.decode(parsed.prompt)
         return {"prompt": text, "prompt_ids": parsed.prompt, VOCABULARY: vocabulary_digest(tokenizer)}
     if isinstance(parsed, Plain):
         return {"prompt": parsed.prompt or ""}

@@ -180,7 +180,7 @@ def vocabulary(settings: ModelSettings) -> Vocabulary:
 @functools.lru_cache(maxsize=4)
 def vocabulary_digest(tokenizer: Tokenizer) -> str:
     """Of all tokens and their ids, in the column VOCABULARY; empty where a tokenizer does not tell them."""
-    tokens: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+    tokens: Any = getattr(tokenizer, "get_vocab", dict)()
     return hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest()[:16] if tokens else ""
 
 

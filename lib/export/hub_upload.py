@@ -35,4 +35,4 @@ def push(folder: Path, repository: str, private: bool) -> str:
             raise UserError(f"{what}: status {status}, the token may not write there; {remedy}") from None
         again = f"what was sent stays there, and the same command goes on; the export is in {folder}"
         raise Stopped(f"{what}: {in_one_line(cause or error)}; {again}") from None
-    return str(made)
+    return made

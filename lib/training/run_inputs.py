@@ -71,7 +71,7 @@ def unnamed_ends(of_model: Any, model: ModelSettings, data: DataSettings) -> lis
     if of_model is None:
         return []
     named = end_ids(resolve(model.path, model.revision)) | {of_model.eos_token_id}
-    return [str(of_model.decode([index])) for index in sorted(Encoder(of_model, data, None).end_ids - named)]
+    return [of_model.decode([index]) for index in sorted(Encoder(of_model, data, None).end_ids - named)]
 
 
 def generate_options(of_model: Any, model: ModelSettings, data: DataSettings) -> list[str] | None:
@@ -111,7 +111,7 @@ def read_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         encoder = Encoder(of_model, config.data, words.eos_token_id)
         encoder.stop_generation()
         if facts := facts_of(encoder):
-            say(str(facts))
+            say(facts)
     data: Dataset | StreamedDataset | Prompts
     valid = held_out = None
     if config.rollouts.rounds:
