@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
-from lib.config.settings import Config, SyncSettings, TrainSettings
+from lib.config.settings import Config, DataSettings, ModelSettings, SyncSettings, TrainSettings
 from lib.data.batch import MicroBatch, collate
 from lib.distributed.links import Links
 from lib.distributed.world import World
@@ -23,6 +23,7 @@ from lib.system.out_of_memory import Limit
 from lib.system.terminal import Terminal
 from lib.training import pipelined_step
 from lib.training.divided_world import InStages, PipelinedWorld, pipelined
+from lib.training.reference_model import layout
 from lib.training.step import Step, noisy
 from tests import rounding, tiny
 from tests.ranks import settings as words_of
@@ -195,9 +196,14 @@ def assert_scored_as_on_one_rank(world: World, folder: Path, settings: Config, r
         lines.append(tiny.read_jsonl(out))
     stages, alone = lines
     assert len(stages) == len(alone) and (len(alone) == 8 or (kind == "pairs" and alone))
-    if kind != "rewards":
-        assert stages == alone
-        return
-    for mine, theirs in zip(stages, alone, strict=True):
+    assert kind == "rewards" or stages == alone
+    for mine, theirs in zip(stages, alone, strict=True) if kind == "rewards" else ():
         assert mine.keys() == theirs.keys() and "reward_chosen" in mine
         assert list(mine.values()) == pytest.approx(list(theirs.values()), rel=1e-4, abs=1e-4)
+
+
+def test_a_stream_that_one_stage_cannot_take_goes_through_none(tmp_path, monkeypatch) -> None:
+    model, world = tiny.moved(ModelSettings(path=str(model_folder(tmp_path)), random_init=True)), PipelinedWorld(size=2)
+    monkeypatch.setattr(World, "gather_text", lambda *_: ["its blocks do not take a stream", ""])
+    monkeypatch.setattr(PipelinedWorld, "from_last", lambda _, array, what: array)
+    assert not any(layout(model, DataSettings(train="x"), ranks).shares_prompts for ranks in (world, world.workers))

@@ -39,8 +39,8 @@ def dataset_logps(
     shares: relative amounts of work of the world's workers. progress: called with the number of examples done.
     rows_wanted: int64, distinct; None for all. Rows of batches without a wanted one are 0."""
     model.eval()
+    multiple, share, _ = layout(model, settings.data, world)  # all ranks know the same of it
     world, batch_size = world.workers, settings.evaluate.batch_size
-    multiple, share, _ = layout(model, settings.data, world)
     order = np.argsort(dataset.lengths, kind="stable")
     is_wanted = np.isin(np.arange(len(dataset)), order if rows_wanted is None else rows_wanted)
     logps = np.zeros((2, len(dataset), dataset.completions_per_example), np.float32)  # this rank's, and all ranks'
@@ -68,22 +68,24 @@ class Layout(NamedTuple):
 
     length_multiple: int  # that lengths are padded to
     shares_prompts: bool  # whether a prompt runs once for all its completions
-    why_not: str | None  # where data.shared_prompts=true
+    why_not: str  # "" if it does; where data.shared_prompts=true
 
 
 def layout(model: nn.Module, settings: DataSettings, world: World) -> Layout:
     """How batches for a model are laid out; UserError where it cannot attend to model.attention_window tokens alone."""
-    window, is_divided = layout_of(model).attention_window, world.divides_model
-    with world.workers.together("a look at how the model takes prompts"):
-        fault = None if is_divided else layout_of(model).stream_fault  # it may be from before it was divided
-        why_not = cannot_share_prompts(model) if fault is None else fault or None
-    if is_divided:  # ranks may hold unlike parts of the model
-        why_not = next(filter(None, world.gather_text(why_not or "", "how the model takes prompts")), None)
+    of_model = layout_of(model)
+    window, why_not = of_model.attention_window, of_model.stream_fault
+    if why_not is None:
+        with world.workers.together("a look at how the model takes prompts"):
+            why_not = cannot_share_prompts(model) or ""
+        if world.divides_model:  # ranks may hold unlike parts of the model; any reason is larger than none
+            why_not = max(world.gather_text(why_not, "how the model takes prompts"))
+        of_model.stream_fault = why_not
     if why_not and window is not None:
         raise UserError(f"model.attention_window={window} is not for this model: {why_not}; leave it out")
-    own = mx.array([length_multiple(settings), int(settings.shared_prompts and why_not is None)])
+    own = mx.array([length_multiple(settings), int(settings.shared_prompts and not why_not)])
     multiple, share = world.workers.decide(own).tolist()
-    return Layout(multiple, bool(share), why_not if settings.shared_prompts else None)
+    return Layout(multiple, bool(share), why_not if settings.shared_prompts else "")
 
 
 def is_in_steps(settings: ModelSettings, world: World) -> bool:
