@@ -62,12 +62,12 @@ def test_a_word_of_a_mapping_may_stand_for_a_string() -> None:
     ("word", "expected"),
     [
         ("checkpoint.interval_steps=5", "; checkpoint has every, keep, final"),
-        ("train.beta=-1", "train.beta: input should be greater than or equal to 0"),
+        ("train.beta=-1", "train.beta=-1: input should be greater than or equal to 0"),
         ("model.dtype=int8", "'float32', 'bfloat16' or 'float16'"),
         ("train.learning_rate_scaling=sqrt", "needs train.learning_rate_batch_size"),
         ("train.steps=5 # for now", "train.steps=5 # for now: YAML reads no further than the # of a comment"),
-        ("run.name=../escape", "run.name: should be letters, digits, dots, - and _, and begin with a letter or digit"),
-        ("cost.watts={a: -3}", "cost.watts: input should be greater than or equal to 0, not -3"),
+        ("run.name=../escape", "run.name=../escape: should be letters, digits, dots, - and _"),
+        ("cost.watts={a: -3}", "cost.watts={a: -3}: input should be greater than or equal to 0, not -3"),
     ],
 )
 def test_a_wrong_word_is_one_clear_line(word: str, expected: str) -> None:

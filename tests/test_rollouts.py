@@ -453,7 +453,7 @@ def test_a_damaged_verdict_of_an_unfinished_run_is_one_line(
         ("strategy=sharded", "strategy=sharded is not for rounds"),
         ("independent.merge=stack", "independent.merge=stack is not for rounds"),
         ("rollouts.overlap=true", "which an earlier version had"),
-        ("rollouts.samples=1", "rollouts.samples: input should be greater than or equal to 2"),
+        ("rollouts.samples=1", "rollouts.samples=1: input should be greater than or equal to 2"),
         ("rollouts.stop=['']", "rollouts.stop has an empty text"),
         ("rollouts.prompts=15", "rollouts.prompts=15, but .*prompts.jsonl has 14; set rollouts.prompts=14"),
         ("rollouts.max_tokens=60", "a prompt of .* tokens and rollouts.max_tokens=60 are more than data.max_length=64"),

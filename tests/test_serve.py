@@ -240,6 +240,8 @@ def test_a_wrong_request_is_one_clear_line(server: Served, key: str) -> None:
         status, answer = ask(server, "/v1/chat/completions", body, key)
         error = json.loads(answer)["error"]
         assert status == expected and words in error["message"] and "\n" not in error["message"], error
+    status, answer = ask(server, "/v1/completions", json.dumps({"prompt": "1 " * 3000}).encode(), key)
+    assert status == 400 and json.loads(answer)["error"]["param"] == "prompt"
     for given in ("", "wrong", f"{key}x"):
         status, answer = ask(server, "/v1/chat/completions", b"{not json", given)
         assert status == 401 and json.loads(answer)["error"]["code"] == "invalid_api_key"

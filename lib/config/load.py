@@ -239,7 +239,8 @@ def _explain(error: ErrorDetails, origins: dict[str, str], path: Path | str | No
         return message
     meant = unknown_names.VALUES.get((key, str(error["input"]).lower()))
     here = f"; here: {meant}" if meant else ""
-    return f"{place}: {key}: {message[0].lower()}{message[1:]}, not {error['input']!r}{here}"
+    where = place if place.startswith(f"{key}=") else f"{place}: {key}"
+    return f"{where}: {message[0].lower()}{message[1:]}, not {error['input']!r}{here}"
 
 
 def _at(config: BaseModel, key: str) -> Any:

@@ -155,6 +155,7 @@ class Server:
     def _prompt_ids(self, wanted: ChatRequest | TextRequest) -> list[int]:
         """A request's token ids. Raises RequestError: the template does not take a message, or a limit is exceeded."""
         model, limits, answer_tokens = self.model, self.settings, wanted.answer_tokens or 1
+        name = "messages" if isinstance(wanted, ChatRequest) else "prompt"
         if max(map(int, wanted.logit_bias or ()), default=0) >= model.vocab_size:
             message = f"logit_bias goes beyond the vocabulary of {model.vocab_size}"
             raise RequestError(400, message, "invalid_value", "logit_bias")
@@ -164,13 +165,13 @@ class Server:
         try:
             prompt = model.prompt_ids(wanted)
         except UserError as error:
-            raise RequestError(400, str(error), "invalid_prompt", "messages") from None
+            raise RequestError(400, str(error), "invalid_prompt", name) from None
         if not prompt or max(prompt) >= model.vocab_size:
             raise RequestError(400, "the prompt has no tokens, or some that the model lacks", "invalid_prompt")
         most = min(limits.max_prompt_tokens, model.context_tokens - answer_tokens)
         if len(prompt) > most:
             message = f"the prompt has {len(prompt)} tokens; at most {most} with an answer of {answer_tokens}"
-            raise RequestError(400, message, "context_length_exceeded", "messages")
+            raise RequestError(400, message, "context_length_exceeded", name)
         return prompt
 
     async def _answered(
