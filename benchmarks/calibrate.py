@@ -450,7 +450,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--length", metavar="N[,N]", help="tokens of a row, half of them prompt, instead of the data's")
     add("--max-age-days", type=float, metavar="X", default=30.0, help="what is older is measured again")
     add("--refresh", action="store_true", help="measure everything again")
-    add("--folder", type=Path, default=calibration.FOLDER, help="of the hosts' files")
+    add("--folder", type=Path, help="of the hosts' files (default: plan.calibration_dir)")
     add("--seed", type=int, default=0, help="of the model's and the rows' random numbers")
     options = parser.parse_intermixed_args(arguments)
     options.seconds = (0.4 if options.quick else 10.0) if options.seconds is None else options.seconds
@@ -475,6 +475,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from lib.training.run_inputs import with_compute_type
 
     config = load.load(options.config, [*options.overrides, f"train.seed={options.seed}"])
+    options.folder = options.folder or Path(config.plan.calibration_dir)
     try:
         options.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

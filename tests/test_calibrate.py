@@ -40,8 +40,7 @@ class Run:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
         self.log, self.folder, self.capsys = folder / "asked", folder / "calibration", capsys
         self.script = folder / "probe.py"
-        self.words = ["--config", str(tiny.config_file(folder)), *tiny.settings(folder)]
-        self.words += ["--folder", str(self.folder), "--largest", "16"]
+        self.words = ["--config", str(tiny.config_file(folder)), *tiny.settings(folder), "--largest", "16"]
         monkeypatch.setattr(calibrate, "PROBE", self.script)
         self.probe()
 
