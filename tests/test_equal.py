@@ -164,8 +164,7 @@ def test_a_rank_reads_and_holds_its_planned_part(world, large: Path, way: str) -
         # An allocation may be rounded up to whole pages, which counts in arrays as small as these.
         assert own + whole == pytest.approx(planned + whole, rel=0.05)
     told = [int(text) for text in world.gather_text(str(own))]
-    for size, weight in zip(told, weights, strict=True):
-        assert size / sum(told) == pytest.approx(weight / sum(weights), rel=0.1)
+    assert [size / sum(told) for size in told] == pytest.approx([w / sum(weights) for w in weights], rel=0.1)
 
 
 @pytest.mark.parametrize("way", MODEL_DIVIDED)

@@ -65,8 +65,7 @@ def sums_and_gradients(
 ) -> tuple[mx.array, dict[str, mx.array]]:
     step = Step(model.train(), optim.SGD(1.0), train, world)
     if isinstance(world, InStages):
-        in_flight = [layout_of(model).stage.size - rank for rank in range(layout_of(model).stage.size)]
-        pace = pipelined_step.StagePace(in_flight, recomputes, Limit())
+        pace = pipelined_step.StagePace([*range(layout_of(model).stage.size, 0, -1)], recomputes, Limit())
         step = pipelined_step.PipelinedStep(model, optim.SGD(1.0), train, world, SyncSettings(), pace)
     gradients, sums = step.forward_backward("a test's step", noisy(made, None, 7, 0), [], None)
     mx.eval(gradients, sums)
@@ -82,10 +81,7 @@ def assert_equals_whole(
     checkpointed: bool = False,
     **changes: Any,
 ) -> None:
-    """The sums and every gradient of a model in stages against those of the whole one.
-
-    checkpointed: gradient checkpointing is turned on once the model is in stages.
-    """
+    """The sums and every gradient of a model in stages, where it may begin to checkpoint, against the whole one's."""
     whole, model = build(path, **changes), build(path, **changes)
     together = cut(world, model, cuts)
     if checkpointed:

@@ -49,8 +49,7 @@ def _ordered_call(plain: Any) -> Any:
         is_recomputed = is_recomputed and all(isinstance(each, PLAIN) for _, each in tree_flatten((args, options)))
         if not (parameters or is_recomputed):
             return plain(block, *args, **options)
-        inputs: list[mx.array] = []
-        tree_map(lambda leaf: inputs.append(leaf) if _has_gradient(leaf) else None, (args, options))
+        inputs = [leaf for _, leaf in tree_flatten((args, options)) if _has_gradient(leaf)]
 
         def output_of(*arrays: mx.array) -> Any:  # of the trained parameters, then the inputs
             rest = iter(arrays)

@@ -289,14 +289,11 @@ class Replaced:
     def __init__(self, holder: Any, name: Any, function: Callable[..., mx.array]):
         self.holder, self.name, self.part, self.function = holder, name, holder[name], function
 
-    def _put(self, part: Any) -> None:
-        self.holder[self.name] = part  # not by attribute: parameters keep their names
-
     def __enter__(self) -> None:
-        self._put(self)
+        self.holder[self.name] = self  # not by attribute: parameters keep their names
 
     def __exit__(self, *_: object) -> None:
-        self._put(self.part)
+        self.holder[self.name] = self.part
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         return self.function(*args, **kwargs)
