@@ -21,10 +21,12 @@ from lib.config.settings import Column, Config, TrainSettings
 from lib.errors import UserError
 
 # What a resumed run may change: how it is spread, watched and ended, never what it has been learning.
-RESUMABLE: tuple[str, ...] = ("plan.", "cost.", "sync.", "checkpoint.", "evaluate.", "serve.", "metal.", "run.")
-RESUMABLE += ("strategy", "train.patience", "train.steps", "train.epochs", "train.compile", "train.max_traces")
-RESUMABLE += ("train.max_skipped_steps", "model.gradient_checkpointing", "model.trust_remote_code")
-RESUMABLE += ("model.shard_vocabulary", "model.keys", "data.skip_invalid", "data.cache_dir")
+CHANGEABLE = (
+    "plan. cost. sync. checkpoint. evaluate. serve. metal. run. strategy train.patience train.steps train.epochs "
+    "train.compile train.max_traces train.max_skipped_steps model.gradient_checkpointing model.trust_remote_code "
+    "model.shard_vocabulary model.keys data.skip_invalid data.cache_dir"
+)
+RESUMABLE = tuple(CHANGEABLE.split())
 STARTED_RUNS = Path("~/.config/tandem/started-runs").expanduser()
 MOST_FAULTS = 3  # that one line names
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # libyaml's, where PyYAML was built with it: five times as fast

@@ -38,8 +38,7 @@ def hosts_cost(hosts: Sequence[str], seconds: float, cost: CostSettings) -> dict
         electricity = energy * cost.price_per_kwh
         sums = {"energy_kwh": energy, "electricity": electricity, "rent": rented, "cost": electricity + rented}
         each.append({"host": host, **sums})
-    names = ("energy_kwh", "electricity", "rent", "cost")
-    return {"hours": hours, "hosts": each, **{name: sum(of_host[name] for of_host in each) for name in names}}
+    return {"hours": hours, "hosts": each, **{name: sum(of_host[name] for of_host in each) for name in sums}}
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def _title(label: str) -> str:
 def _learning(run: RunHistory, name: str, number: int, is_compared: bool) -> list[Plotly]:
     """The lines of a run: of rank 0, wherever it was, or of all ranks if they are independent."""
     ranks, traces = list(run.series), []
-    if (run.start.get("plan") or {}).get("strategy") != "independent":
+    if run.plan.get("strategy") != "independent":
         ranks = [who for who in ranks if who[0] == ranks[0][0]]
     ranks = ranks if name in STEP_COLUMNS else []  # exact match is known of evaluations alone
     for index, who in enumerate(ranks):
@@ -82,7 +82,7 @@ def _learning(run: RunHistory, name: str, number: int, is_compared: bool) -> lis
 
 def speed(run: RunHistory, now: RunFigures) -> Panel:
     """Pairs, or rows or groups, a second of every rank over the steps; the plan's as dotted lines."""
-    traces, unit = [], f"{history.unit_of((run.config.get('train') or {}).get('loss'))}/s"
+    traces, unit = [], f"{history.unit_of(run.config['train'].get('loss'))}/s"
     planned = {(rank["rank"], rank["host"]): rank["planned_pairs_per_second"] for rank in now.summary["ranks"]}
     for index, who in enumerate(run.series):
         (steps, values), look = run.curve(who, "pairs", over="step_seconds"), style(index)
@@ -147,7 +147,7 @@ def figure(traces: list[Plotly], x_title: str, y_title: str | None = None, **y_a
         "xaxis": {**x_axis, "title": {"text": x_title, "standoff": 6}},
         "yaxis": {**axis, "title": {"text": y_title or ""}, **y_axis},
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
-        "showlegend": 1 < sum(trace.get("showlegend", True) for trace in traces) <= 9,  # more leave no room
+        "showlegend": 1 < len(traces) <= 9,  # more leave no room
         "hovermode": "x unified",
     }
     return {"data": traces, "layout": layout}
@@ -172,13 +172,13 @@ class PageSection(NamedTuple):
 def sections_of(runs: Sequence[RunHistory], now: RunFigures) -> list[PageSection]:
     """Curves of learning of all these runs; all else is of the first, whose figures `now` are."""
     run, summary = runs[0], now.summary | runs[0].stored_summary
-    train, start = run.config.get("train") or {}, run.start
-    settings = {"data": (run.config.get("data") or {}).get("train"), "loss": train.get("loss")}
+    train, start = run.config["train"], run.start
+    settings = {"data": run.config["data"].get("train"), "loss": train.get("loss")}
     settings |= {"learning rate": train.get("learning_rate"), "seed": train.get("seed")}
     settings |= {"commit": start.get("commit"), "platform": start.get("platform"), **(start.get("versions") or {})}
     missing = ", ".join(f"rank {rank} ({host})" for rank, host in now.missing)
     elsewhere = [f"Not shown: {missing}. The records are on those hosts and come with the next checkpoint."]
-    before = (run.of_kind("evaluation") or [Record()])[0]
+    before, warnings = (run.of_kind("evaluation") or [Record()])[0], now.warnings[-SHOWN_EVENTS:]
     each = [
         PageSection("Held out", ("", "before", "after"), history.held_out(before, now.held_out)),
         PageSection("Figures", None, history.facts(summary, history.unit_of(train.get("loss")))),
@@ -186,11 +186,7 @@ def sections_of(runs: Sequence[RunHistory], now: RunFigures) -> list[PageSection
         *round_sections(run),
         PageSection("Ranks and hosts", *history.ranks(summary["ranks"]), texts=elsewhere if missing else ()),
         PageSection("Machines", panels=[speed(run, now)]),
-        PageSection(
-            f"Warnings ({len(now.warnings)})",
-            None,
-            [(history.describe(each),) for each in now.warnings[-SHOWN_EVENTS:]],
-        ),
+        PageSection(f"Warnings ({len(now.warnings)})", None, [(history.describe(each),) for each in warnings]),
         PageSection("Samples before and after", texts=samples(run)),
         PageSection("What happened when", None, happened(run)),
         PageSection("How it was made", None, [(name, str(of)) for name, of in settings.items() if of is not None]),
@@ -223,16 +219,12 @@ def samples(run: RunHistory) -> list[str]:
 
 def round_sections(run: RunHistory) -> list[PageSection]:
     """The rounds of a run: figures and verdicts; nothing where it has none."""
-    newest = list(history.rounds(run).values())[: -SHOWN_ROUNDS - 1 : -1]
-    if not newest:
-        return []
-    figures = history.OF_ROUNDS
-    rows = []
-    for record in newest:
+    rows, figures = list[list[str]](), history.OF_ROUNDS
+    for record in list(history.rounds(run).values())[: -SHOWN_ROUNDS - 1 : -1]:
         held_out = [f"{name.replace('_', ' ')} {value:.3g}" for name, value in record["held_out"].items() if value]
         verdict = [f"undone: {'; '.join(record.get('why') or [])}"] if record.get("undone") else []
         cells = [figure.text(record["answers"].get(name)) for name, figure in figures.items()]
         remarks = "; ".join([*verdict, *(record.get("warnings") or [])]) or "kept"
         rows.append([str(record["round"]), ", ".join(held_out) or "-", *cells, remarks])
     head = ("round", "held out", *(figure.label for figure in figures.values()), "verdict")
-    return [PageSection("Rounds", head, rows, round_panels(run))]
+    return [PageSection("Rounds", head, rows, round_panels(run))] if rows else []

@@ -149,7 +149,7 @@ def split(text: str) -> tuple[str, str]:
 
 def card_texts(run: RunHistory, now: RunFigures) -> list[tuple[str, str]]:
     """Title and text of each card: its figure, and a note."""
-    unit, loss = history.unit_of((run.config.get("train") or {}).get("loss")), history.FIGURES["loss"]
+    unit, loss = history.unit_of(run.config["train"].get("loss")), history.FIGURES["loss"]
     (_, steps), *facts = history.facts(now.summary, unit)
     steps += f" / {now.steps:,}" if now.steps else ""
     steps += "" if now.left_seconds is None else f", {duration(now.left_seconds)} left"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,10 @@ from lib.plan.time_and_cost import hosts_cost
 from lib.system.records import PlanRecord, Record, SettingsRecord, Tail
 from lib.system.terminal import duration, metrics_text, size_text, three_digits
 
-STEP_COLUMNS: tuple[str, ...] = ("step", "time", "pairs", "tokens", "loss", "kl", "reward_accuracy", "reward_margin")
-STEP_COLUMNS += ("grad_norm", "learning_rate", "step_seconds", "compute_seconds", "sync_seconds", "wait_seconds")
 ARITHMETIC = ("computed_tokens_per_second", "tflops", "computed_tflops", "matrix_rate_share")
-STEP_COLUMNS += ("peak_memory_bytes", *ARITHMETIC)
+LEARNT = "step time pairs tokens loss kl reward_accuracy reward_margin grad_norm learning_rate"
+SPENT = "step_seconds compute_seconds sync_seconds wait_seconds peak_memory_bytes"
+STEP_COLUMNS = (*LEARNT.split(), *SPENT.split(), *ARITHMETIC)
 POINTS = 2048  # of a curve at most: of longer ones each point is the mean of 2, 4, 8, ... records
 RECENT = 20  # records behind the figures of the moment
 SILENT_SECONDS = 300.0
@@ -118,8 +119,8 @@ class RunHistory:
 
     @property
     def config(self) -> SettingsRecord:
-        """The settings that the run was started with."""
-        return self.start.get("config") or SettingsRecord()
+        """The settings that the run was started with; every section is empty before its start."""
+        return defaultdict(dict, self.start.get("config") or {})
 
     @property
     def plan(self) -> PlanRecord:
@@ -221,7 +222,7 @@ def figures(run: RunHistory, now: float) -> RunFigures:
     if ends:  # the run's own figures: of all steps, and of merges
         summary |= {name: run.stored_summary.get(name, value) for name, value in summary.items()} | {"ranks": ranks}
     with contextlib.suppress(ValidationError):  # prices of another version
-        prices = CostSettings.model_validate(run.config.get("cost") or {})
+        prices = CostSettings.model_validate(run.config["cost"])
         summary["cost"] = hosts_cost(hosts or [host for _, host in series], summary["wall_seconds"], prices)
     # At its end, a run may go back to the weights of an earlier step.
     evaluations = [end for end in ends if end.get("rank", 0) == 0 and end.get("final_step") is not None]

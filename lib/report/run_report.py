@@ -34,7 +34,7 @@ def model_card(run: RunHistory) -> str:
     """The adapter's README.md, with the metadata that the Hugging Face hub reads."""
     from huggingface_hub import ModelCardData
 
-    now, model, train = figures(run, time.time()), run.config.get("model") or {}, run.config.get("train") or {}
+    now, model, train = figures(run, time.time()), run.config["model"], run.config["train"]
     base, loss = str(run.stored_summary.get("model") or model.get("path")), train.get("loss")
     is_hub_name = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", base)) and not Path(base).exists()
     data = ModelCardData(
@@ -45,8 +45,8 @@ def model_card(run: RunHistory) -> str:
     )
     method = {"lora": "A LoRA adapter", "dora": "A DoRA adapter"}.get(str(model.get("method")), "All weights")
     shown_base = f"[{base}](https://huggingface.co/{base})" if is_hub_name else f"`{_as_text(base)}`"
-    trained = f"preference-trained with the {loss} loss (beta {train.get('beta')})"
-    trained = "fine-tuned (SFT)" if loss == "sft" else trained
+    preference = f"preference-trained with the {loss} loss (beta {train.get('beta')})"
+    trained = "fine-tuned (SFT)" if loss == "sft" else preference
     hosts = _as_text(", ".join(dict.fromkeys(rank["host"] for rank in now.summary["ranks"])))
     options = run.stored_summary.get("generate_options", [])
     words = ["mlx_lm", "generate", "--model", " ".join(base.split()), "--adapter-path", ".", "--prompt", "..."]
@@ -109,9 +109,9 @@ def picture(panel: Panel) -> np.ndarray:
     for trace in figure["data"]:
         look, symbols = trace["line"], trace.get("marker", {}).get("symbol", "circle")
         values = [float("nan") if value is None else value for value in trace["y"]]
-        label = html.unescape(trace["name"]).replace("$", r"\$") if trace.get("showlegend", True) else None
+        label = html.unescape(trace["name"]).replace("$", r"\$")
         lines = DASHES[look.get("dash", "solid")] if "lines" in trace["mode"] else ""
-        shown = {"color": look["color"], "linewidth": look.get("width", 1.4), "alpha": trace.get("opacity", 1.0)}
+        shown = {"color": look["color"], "linewidth": look.get("width", 1.4)}
         marker = "o" if "markers" in trace["mode"] else None
         axis.plot(trace["x"], values, lines, marker=marker, markersize=4, label=label, **shown)
         undone = [i for i, symbol in enumerate(symbols if isinstance(symbols, list) else []) if symbol == "x"]
@@ -142,7 +142,7 @@ def png(pictures: Sequence[np.ndarray]) -> bytes:
 def report_html(run: RunHistory, now: RunFigures, pictured: Sequence[tuple[PageSection, Sequence[np.ndarray]]]) -> str:
     """The whole report as one file of HTML."""
     escape = html.escape
-    base = f"{(run.config.get('model') or {}).get('path')}, {now.state}. Plan: {now.plan.get('reason') or 'none'}"
+    base = f"{run.config['model'].get('path')}, {now.state}. Plan: {now.plan.get('reason') or 'none'}"
     parts = [f'<h1>{escape(run.name)}</h1><p class="soft">{escape(base)}</p>']
     for section, pictures in pictured:
         parts.append(f"<h2>{escape(section.title)}</h2>")
