@@ -118,8 +118,8 @@ def prepare(config: Config, world: World, say: RunConsole, resume: bool, dry_run
     steps = config.steps_over(len(read.data))
     world.require_equal("tokenised training data", read.data.digest)
     world.require_equal("held-out data or questions", digest_of(read.valid or read.held_out, read.questions))
-    if resume and checkpoint.is_finished(folder, steps, world):
-        say.line(f"{folder} has made all of its {steps} steps: nothing is left to train (train.steps=N goes on)")
+    if resume and checkpoint.is_finished(folder, steps, config.train.patience, world):
+        say.line(f"{folder} has made all of its {steps} steps, or ended early: nothing is left (train.steps=N goes on)")
         console.show_end(say, folder, config.train.loss)
         return None
 

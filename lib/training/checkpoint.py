@@ -464,11 +464,12 @@ def fault_of(path: Path) -> str | None:
     return None if complete else "files are missing from its manifest"
 
 
-def is_finished(folder: Path, steps: int, world: World) -> bool:
-    """Whether a run made all of so many steps and its results are there, on rank 0's disk; all ranks ask together."""
-    newest, summary = next(iter(checkpoints_in(folder / "checkpoints")), None), folder / "summary.json"
-    is_over = newest is not None and step_of(newest) == steps and fault_of(newest) is None and summary.is_file()
-    is_over = is_over and read_file.read_object(summary, "summary").get("steps") == steps
+def is_finished(folder: Path, steps: int, patience: int | None, world: World) -> bool:
+    """Whether a run made all steps, or ended early, and rank 0's disk has its results; all ranks ask together."""
+    newest, summary, is_over = next(iter(checkpoints_in(folder / "checkpoints")), None), folder / "summary.json", False
+    if newest is not None and fault_of(newest) is None and summary.is_file():
+        is_over = step_of(newest) == steps or read_progress(newest).evaluations_since_best >= (patience or math.inf)
+        is_over = is_over and read_file.read_object(summary, "summary").get("steps") == step_of(newest)
     return bool(world.broadcast_text("finished" if is_over else ""))
 
 
