@@ -454,14 +454,17 @@ def test_which_machine_for_which_model(tmp_path, capsys) -> None:
         return str(json.loads(lines[-1])["machine"])
 
     wanted = {"8B": "m4-max", "30B": "m4-max", "70B-4bit": "m4-max", "70B": "m3-ultra", "120B": "m3-ultra"}
-    wanted |= {"200B": "distributed", "1000B": "None"}
+    wanted |= {"200B": "distributed", "1000B": "None", "70B-full": "None"}  # the last for what training holds
     assert {size: machine("--model", size) for size in wanted} == wanted
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert machine("--model", str(tmp_path)) == "m4-max"
-    assert machines.main(["--model", "200B", "--hosts", "m1"]) == 0
-    assert "a smaller or a quantised one (14B-4bit) takes less" in capsys.readouterr().out
-    for words, text in ((["--model", "nothing"], "neither a folder"), (["--model", "8B", "--hosts", "x"], "known are")):
-        assert machines.main(words) == 2 and text in capsys.readouterr().err
+    assert (
+        machines.main(["--model", "200B", "--hosts", "m1"]) == 0 and "(14B-4bit) takes less" in capsys.readouterr().out
+    )
+    (tmp_path / "config.json").write_text("[]")
+    wrong = [["nothing", "m1", "neither a folder"], [str(tmp_path), "m1", "JSON object"], ["8B", "x", "known are"]]
+    for model, host, text in wrong:
+        assert machines.main(["--model", model, "--hosts", host]) == 2 and text in capsys.readouterr().err
 
 
 def test_a_warm_up_beyond_the_run_is_warned_of() -> None:

@@ -145,7 +145,7 @@ def model_shape_of(stored: Mapping[str, Any], dtype: str | None = None, to_divid
             **_recurrence(stored, blocks),
         )
     except KeyError as error:
-        raise UserError(f"dividing a model needs {error.args[0]} in the model's config.json") from None
+        raise UserError(f"the model's config.json has no {error.args[0]}") from None
 
 
 ATTENTION = ("full_attention", "sliding_attention", "attention", "*")  # in lists of blocks' kinds

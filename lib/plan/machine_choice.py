@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lib.config import read_file
 from lib.config.command_line import Parser
 from lib.config.load import load
 from lib.errors import UserError
@@ -42,7 +43,7 @@ def shape_of(model: str) -> tuple[ModelShape, Training]:
     """The dimensions of a model folder, or of a Llama of so many parameters, e.g. 70B-4bit or 8B-full; or UserError."""
     config = Path(model) / "config.json"
     if config.is_file():
-        return model_shape_of(json.loads(config.read_text(encoding="utf-8")), to_divide=False), Training()
+        return model_shape_of(read_file.read_object(config, "--model"), to_divide=False), Training()
     size = re.fullmatch(r"(\d+(?:\.\d+)?)B(?:-(4|8)bit)?(-full)?", model, re.IGNORECASE)
     if size is None:
         raise UserError(f"--model {model}: neither a folder with config.json nor a size: 8B, 70B-4bit or 8B-full")
@@ -115,7 +116,7 @@ def show(shape: ModelShape, training: Training, hosts: Sequence[HostCalibration]
     if machine:
         beside = f"; {', '.join(others)} can work beside it with a copy (strategy=independent)" if others else ""
         print(f"take: {machine}, the fastest that holds it{beside}")
-    elif len(rows) > 1 and weights <= sum(row["room_bytes"] for row in rows):
+    elif len(rows) > 1 and min(row["needed_bytes"] for row in rows) <= sum(row["room_bytes"] for row in rows):
         machine = "distributed"
         print("take: all of them, each with a part of the model (strategy=auto cuts it into stages)")
     else:
