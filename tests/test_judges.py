@@ -120,6 +120,8 @@ def test_a_none_leaves_that_answer_out_and_keeps_the_others_of_the_same_call(fun
 def test_a_judge_that_fails_on_every_answer_ends_the_round(functions: None) -> None:
     with pytest.raises(UserError, match="no answer is scored: rollouts.judge=round_judges:broken: .*no key"):
         scores_of(judge_of(settings("round_judges:broken"), "rollouts.judge"), [asked("a", "b"), asked("c")])
+    (judge := judge_of_round("frail")).require_scores(asked("a"))  # then "bad" may be at fault itself
+    assert scores_of(judge, [asked("bad")])[0][0].score is None
 
 
 def test_a_regular_expression_is_the_answer() -> None:

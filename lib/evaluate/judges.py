@@ -84,6 +84,7 @@ class Judge:
     """Scores completions. looks_at_order: whether the order of completions may change the scores."""
 
     looks_at_order = False
+    tried: Question | None = None  # that it scored, where others may be at fault themselves
 
     def __call__(self, questions: Sequence[Question]) -> list[list[float]]:
         """A score for each completion of each question."""
@@ -160,6 +161,7 @@ class FunctionJudge(Judge):
     def require_scores(self, question: Question) -> None:
         try:
             self([question])
+            self.tried = question
         except UserError as error:
             if isinstance(error, NoScores):  # any other fault may be about this answer alone
                 raise
@@ -496,12 +498,14 @@ class Scored(NamedTuple):
 
 
 def scores_of(judge: Judge, questions: Sequence[Question]) -> list[list[Scored]]:
-    """A score for each completion of each question. Raises UserError: the judge fails, and scores no answer. Where it
-    fails on several questions it is asked for each, and where it fails on one for each of its answers."""
+    """A score for each completion of each question. Where the judge fails on several questions it is asked for each, on
+    one for each of its answers. Raises UserError: it scores no answer, nor the one that it was tried on."""
     scored = _scored(judge, questions)
     each = [answer for of_question in scored for answer in of_question]
     fault = next((answer.fault for answer in each if answer.fault not in ("", NO_VERDICT)), "")
     if fault and all(answer.score is None for answer in each):
+        if judge.tried is not None and _scored(judge, [judge.tried])[0][0].score is not None:
+            return scored
         raise UserError(f"no answer is scored: {fault}")
     return scored
 
