@@ -11,13 +11,13 @@ import tomllib
 from pathlib import Path
 
 BIN = Path(".venv/bin")
-# It refuses root, and more ranks than cores, without these variables.
+# It refuses root, more ranks than cores, and a service or container without a home, unless these variables are set.
 MPIRUN = """#!/bin/sh
 for kind in OMPI PRTE; do
   export ${kind}_ALLOW_RUN_AS_ROOT=1 ${kind}_ALLOW_RUN_AS_ROOT_CONFIRM=1
 done
-export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
-exec "$(dirname "$0")/mpirun-openmpi" "$@"
+export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe HOME="${HOME:-/tmp}"
+exec "$(dirname "$(readlink -f "$0")")/mpirun-openmpi" "$@"
 """
 
 
