@@ -57,8 +57,7 @@ def at_terminal(monkeypatch: pytest.MonkeyPatch, words: list[str], columns: int,
 def test_a_run_fits_its_terminal(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)  # a path longer than a line is left whole
     words = [*settings(Path(), **WARNED), "--config", str(config_file(tmp_path)), "train.steps=6", "run.name=fits"]
-    raw = at_terminal(monkeypatch, words, 80)
-    assert COLOURS.search(raw) and "━" in raw
+    assert COLOURS.search(raw := at_terminal(monkeypatch, words, 80)) and "━" in raw
     lines = [line.rstrip(" ") for line in re.split(r"[\r\n]+", CODES.sub("", raw))]
     assert not [line for line in lines if cell_len(line) > 80 and not re.match("(try|serve|see) it ", line)]
     text = "\n".join(lines)
@@ -119,6 +118,10 @@ def test_the_progress_line_keeps_what_matters(total: int) -> None:
     assert total > 9 or re.search(r" 0:0\d left", meter.shown(160, "").plain)
     meter.busy_with = "evaluating"
     assert "evaluating ..." in meter.shown(80, "━━").plain
+    plan = {"strategy": "independent", "global_batch_size": 32, "shares": [24, 8]}
+    meter = ProgressLine({"kind": "start", "steps": 48, "rows": 33, "plan": plan}, 3)
+    meter.add({**RECORD, "step": 1, "pairs": 24 * 24.75})
+    assert meter.step == 48  # two an epoch
 
 
 RECORD = {"kind": "step", "reward_accuracy": 1.0, "reward_margin": -0.123, "kl": 0.1, "pairs": 64, "step_seconds": 1.0}

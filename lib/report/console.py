@@ -145,7 +145,11 @@ class ProgressLine:
     def __init__(self, start: Record, window: int):
         self.total: int = start.get("steps") or 0
         self.plan: Record = start.get("plan") or Record()
-        self.unit = history.unit_of(((start.get("config") or {}).get("train") or {}).get("loss"))
+        batch = self.plan.get("global_batch_size") or 1
+        config = start.get("config") or {}
+        rows = (start.get("rows") or batch) if not (config.get("rollouts") or {}).get("rounds") else batch
+        self.mean_batch = rows / -(-rows // batch)  # every epoch ends with a short one
+        self.unit = history.unit_of((config.get("train") or {}).get("loss"))
         self.done = self.step = start.get("resumed_from_step") or 0
         self.began = self.added = time.perf_counter()
         self.results: deque[Record] = deque(maxlen=window)
@@ -172,7 +176,7 @@ class ProgressLine:
         self.pairs += record["pairs"] * self.factor
         self.step = record["step"]
         if self.plan.get("strategy") == "independent":
-            steps = self.done + math.floor(self.pairs / (self.plan.get("global_batch_size") or 1))
+            steps = self.done + math.floor(self.pairs / self.mean_batch)
             self.step = min(self.total, max(self.done + 1, steps))
 
     def fields(self) -> list[tuple[int, str]]:
