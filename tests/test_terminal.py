@@ -119,8 +119,7 @@ def test_the_progress_line_keeps_what_matters(total: int) -> None:
     meter.busy_with = "evaluating"
     assert "evaluating ..." in meter.shown(80, "━━").plain
     plan = {"strategy": "independent", "global_batch_size": 32, "shares": [24, 8]}
-    meter = ProgressLine({"kind": "start", "steps": 48, "rows": 33, "plan": plan}, 3)
-    meter.add({**RECORD, "step": 1, "pairs": 24 * 24.75})
+    (meter := ProgressLine({"steps": 48, "rows": 33, "plan": plan}, 3)).add({**RECORD, "step": 1, "pairs": 594})
     assert meter.step == 48  # two an epoch
 
 

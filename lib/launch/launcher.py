@@ -359,15 +359,12 @@ def dropped_text(job: Job) -> str:
 def over_answering_addresses(job: Job, console: Console) -> Job:
     """The job whose ring uses the addresses of its host file at which the host before still reaches a host: a cable may
     be out that ssh does not need. Hosts that are left with none are reached by their names' addresses."""
-    if job.backend != "ring" or len(job.hosts) == 1 or not any(host.addresses for host in job.hosts):
+    own = {address for host in job.hosts for address in host.addresses if job.backend == "ring" and len(job.hosts) > 1}
+    gone = own and own & {*" ".join(unanswered(job)).split()}
+    if not gone:
         return job
-    lost = [{*of.split()} & {*host.addresses} for host, of in zip(job.hosts, unanswered(job), strict=True)]
-    if not any(lost):
-        return job
-    console.note(f"no answer at {', '.join(sorted(set[str]().union(*lost)))}: the ring takes the next address")
-    left = [[a for a in host.addresses if a not in gone] for host, gone in zip(job.hosts, lost, strict=True)]
-    count = min(map(len, left))  # MLX wants as many connections between all neighbours
-    hosts = (replace(host, addresses=tuple(of[:count])) for host, of in zip(job.hosts, left, strict=True))
+    console.note(f"no answer at {', '.join(sorted(gone))}: the ring takes the next address")
+    hosts = (replace(host, addresses=tuple(a for a in host.addresses if a not in gone)) for host in job.hosts)
     return replace(job, hosts=tuple(hosts))
 
 

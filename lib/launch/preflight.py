@@ -38,10 +38,10 @@ from lib.config import command_line
 from lib.data.sources import weights_of
 from lib.environment import ROOT
 from lib.errors import UserError, shown
-from lib.launch import hostfile, ssh
+from lib.launch import ssh
 from lib.launch.hostfile import Host
 from lib.launch.launcher import Console, Start, dropped_text, is_local
-from lib.launch.rank_commands import RDMA_BACKENDS, Job, ports_of
+from lib.launch.rank_commands import RDMA_BACKENDS, Job, ports_of, ring_addresses
 from lib.plan.shares import listed
 from lib.system import files, hardware, mpi_and_blas, network, os_commands, terminal
 
@@ -377,8 +377,8 @@ def link_finding(job: Job, ranks: Sequence[int], latency_seconds: float, seconds
     """Which way two ranks' hosts take to each other, and what a number and a message take on it."""
 
     def end(host: Host, other: Host) -> str:
-        devices = host.rdma[other.index or 0] if job.backend in RDMA_BACKENDS else host.addresses
-        devices = devices or hostfile.address(host, job.hosts)
+        devices = host.rdma[other.index or 0] if job.backend in RDMA_BACKENDS else None
+        devices = devices or list(ring_addresses(job, host))
         return devices if isinstance(devices, str) else ", ".join(devices)
 
     hosts = [host for host in job.hosts for _ in range(host.slots)]

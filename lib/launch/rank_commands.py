@@ -102,6 +102,12 @@ class RankCommand:
     files: Mapping[str, str] = field(default_factory=dict)  # text by name
 
 
+def ring_addresses(job: Job, host: Host) -> tuple[str, ...]:
+    """A host's addresses in a ring: MLX wants as many of each host. Raises UserError: its name does not resolve."""
+    count = min(max(1, len(each.addresses)) for each in job.hosts)
+    return host.addresses[:count] or (hostfile.address(host, job.hosts),)
+
+
 def ports_of(job: Job) -> dict[str, list[int]]:
     """The ports at which each host's ranks will listen; with ring, one for each address of every rank."""
     if job.backend == "ring":
@@ -138,7 +144,7 @@ def _addresses(job: Job) -> tuple[dict[str, str], dict[str, str]]:
     if job.backend == "ring":
         ring: list[list[str]] = []  # of every rank the ADDRESS:PORT at which it listens, for each address of its host
         for host in hosts:
-            addresses, ports = host.addresses or (hostfile.address(host, hosts),), iter(ports_of(job)[host.name])
+            addresses, ports = ring_addresses(job, host), iter(ports_of(job)[host.name])
             ring += [[f"{address}:{next(ports)}" for address in addresses] for _ in range(host.slots)]
         return {"MLX_HOSTFILE": f"{FOLDER}/hosts.json"}, {"hosts.json": json.dumps(ring)}
     first = hostfile.address(hosts[0], hosts)

@@ -57,6 +57,7 @@ ATTENTION = (1, 8, 4096, 64)  # sequences, heads, positions, numbers of a head
 ROW_TOKENS = 2048  # of a row of the published figure
 SHARED_STEPS, PAIRS_OF_A_RANK = 30, 8  # by which planned and equal shares are compared
 CABLE_SECONDS = 60.0  # that a person has to pull it, and again for the others to go on
+WAYS = {"synchronous": "a copy", "sharded": "a part of every layer", "pipelined": "some of the layers"}
 SEVERAL = "wants other machines: make verdict HOSTS=hostfile"
 START_SECONDS = 150.0  # for the first steps of that
 PUBLISHED = "published: 97.8 of Qwen3-8B-4bit on an M1 Max, by mlx-train-perf's README"
@@ -127,15 +128,15 @@ def of_findings(findings: Sequence[preflight.Finding], check: str) -> str:
 def numerics(trials: Trials) -> str:
     """Losses, gradients, shared prompts and long rows against float64."""
     output = trials.python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", *TESTS)
-    return f"{output.split(' passed')[0].split()[-1]} tests of losses and gradients pass, most beside float64"
+    return f"{output.split(' passed')[0].split()[-1]} tests of losses and gradients pass, most of them against float64"
 
 
 def quickstart(trials: Trials) -> str:
     """As make train runs it, and its peak of memory beside the plan's."""
     summary = trials.train("quickstart", "evaluate.samples=0")
     before, after = summary["exact_match_before"], summary["exact_match_after"]
-    text = f"a small model learns to add: {before:.1%} right answers ➜ {after:.1%} (52.7% ➜ 97.3% is usual), "
-    text += f"{summary['pairs_per_second']:.1f} pairs/s"
+    text = f"a small model learns to add, by DPO: {before:.1%} of its answers are right before, {after:.1%} after "
+    text += f"(97.3% is usual), {summary['pairs_per_second']:.1f} pairs/s"
     if not after > before + 0.2:
         raise UserError(f"{text}: it did not learn")
     rank = json.loads((trials.folder / "quickstart/plan.json").read_text(encoding="utf-8"))["ranks"][0]
@@ -145,7 +146,7 @@ def quickstart(trials: Trials) -> str:
 
 def of_formula(peak: int, planned: int) -> str:
     """A peak of memory beside the formula's. Raises UserError: a plan would not have foreseen it."""
-    text = f"peak of memory {terminal.size_text(peak)}, a plan expects {terminal.size_text(planned)}"
+    text = f"peak memory {terminal.size_text(peak)}, planned {terminal.size_text(planned)}"
     if peak > 1.25 * planned:
         raise UserError(f"{text}: more than a plan allows for")
     return text
@@ -167,10 +168,10 @@ def curve_of(trials: Trials, shape: tuple[int, int, int]) -> str:
     rows = Rows(tokens + 1 - half, tokens + 1, tokens + 1 + half, 2 * half)
     device, point = measured["device"], max(measured["points"], key=lambda one: one["batch_size"])
     planned = MemoryModel(model_shape_of(config, "float32" if device == "cpu" else None), Training(), rows)
-    speed = f"{rate:.3g} pairs/s ({3 * half * rate:,.0f} tokens/s) in micro-batches of {best}"
+    speed = f"{rate:.3g} pairs/s ({3 * half * rate:,.0f} tokens/s) at batch size {best}"
     peak = of_formula(point["peak_memory_bytes"], planned.bytes(point["batch_size"], device).total)
-    model = f"Llama of {blocks} blocks of {hidden}, prompts and answers of {half} tokens"
-    return f"{model}: {speed}; of {point['batch_size']}: {peak}"
+    model = f"Llama of {blocks} layers, hidden size {hidden}, prompts and answers of {half} tokens"
+    return f"{model}: {speed}; at batch size {point['batch_size']}: {peak}"
 
 
 def link(trials: Trials) -> str:
@@ -262,8 +263,8 @@ def ring(trials: Trials, strategy: str) -> str:
     one, other = trials.steps_of("alone"), trials.steps_of(strategy)
     loss = max(abs(a["loss"] - b["loss"]) / abs(a["loss"]) for a, b in zip(one, other, strict=True))
     weights = weights_differ(trials.folder / "alone", trials.folder / strategy)
-    text = f"{summary['world_size']} ranks train as one: losses differ from one's by {loss:.1e}, weights by "
-    text += f"{weights:.1e} of their norm; {summary['pairs_per_second']:.1f} pairs/s"
+    text = f"{summary['world_size']} ranks, each with {WAYS[strategy]}, train the model that one rank trains: losses "
+    text += f"differ by {loss:.1e}, weights by {weights:.1e} of their norm; {summary['pairs_per_second']:.1f} pairs/s"
     if not (loss < LOSS_DIFFERS and weights < WEIGHTS_DIFFER and summary["world_size"] > 1):
         raise UserError(f"{text}: more than rounding")
     return text
@@ -295,7 +296,7 @@ def compare_attention() -> str:
     inputs = [mx.random.normal(ATTENTION, key=mx.random.key(seed)).astype(dtype) for seed in range(4)]
     options, gradients = {"scale": ATTENTION[3] ** -0.5}, list[list[mx.array]]()
     by_mlx = functools.partial(mx.fast.scaled_dot_product_attention, mask="causal", **options)
-    text = f"{str(dtype).rpartition('.')[2]}, {ATTENTION[2]:,} positions, forward and backward: "
+    text = f"{str(dtype).rpartition('.')[2]}, {ATTENTION[2]:,} positions, forward and backward, Tandem's in blocks: "
     for name, way in (("MLX's", by_mlx), ("Tandem's", functools.partial(long_attention.causal_attention, **options))):
         seconds = []
         mx.reset_peak_memory()
@@ -332,8 +333,7 @@ def published_figure(trials: Trials) -> str:
 
 def parts() -> list[Part]:
     """Name and part, in the page's order."""
-    ways = ("synchronous", "sharded", "pipelined")
-    rings: list[Part] = [(f"ring, {way}", functools.partial(ring, strategy=way)) for way in ways]
+    rings: list[Part] = [(f"ring, {way}", functools.partial(ring, strategy=way)) for way in WAYS]
     curves: list[Part] = [("speed", functools.partial(curve_of, shape=shape)) for shape in SHAPES]
     of_one: list[Part] = [("doctor", doctor), ("quickstart", quickstart), ("numerics", numerics)]
     of_one += [("attention", attention), ("published figure", published_figure)]
@@ -371,8 +371,9 @@ def machine_lines() -> list[str]:
     return [
         f"Tandem's verdict on {machine.device_name} ({machine.device}), {cores} cores, {size} ({limit} for MLX)",
         f"{datetime.now(UTC):%d %B %Y}; {system}, Tandem {commit}, Python {platform.python_version()}, {versions}",
-        "Tandem trains language models on pairs of answers by MLX, on one machine or several. `make verdict` tried its",
-        "parts here on small models, and made this page. It names no host, user, path or address.",
+        "Tandem trains language models with MLX, above all on pairs of a better and a worse answer (DPO), on one or",
+        "several machines. `make verdict` tried its parts here on small models. This page names no host, user or path.",
+        "\nstatus    part               result  [seconds that it took]",
     ]
 
 
@@ -384,7 +385,7 @@ def judge(trials: Trials, names: Sequence[str], say: Callable[[str], None]) -> l
         try:
             text = without_names(part(trials), names)
         except LeftOut as error:
-            status, text = "left out", str(error)
+            status, text = "not tried", str(error)
         except Exception as error:
             status, text = "fails", without_names(str(error) or type(error).__name__, names)
         seconds = time.monotonic() - began
@@ -416,7 +417,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         page.append(line)
         print(line, flush=True)
 
-    for line in (*lines, ""):
+    for line in lines:
         say(line)
     (ROOT / "runs").mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="verdict-", dir=ROOT / "runs"))  # which each host has somewhere
@@ -429,7 +430,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.rmtree(folder, ignore_errors=True)
     count = Counter(row["status"] for row in rows)
     minutes = (time.monotonic() - trials.began) / 60
-    say(f"\n{count['works']} work, {count['fails']} fail, {count['left out']} not tried; {minutes:.1f} minutes")
+    say(f"\n{count['works']} work, {count['fails']} fail, {count['not tried']} not tried; {minutes:.1f} minutes")
     chip = re.sub(r"\W+", "-", hardware.identify("").device_name.lower())
     file = options.folder / f"verdict-{chip}-{datetime.now(UTC):%Y-%m-%d}.txt"
     file.write_text("\n".join(page) + "\n", encoding="utf-8")

@@ -252,10 +252,7 @@ def read_published(folder: Path = FOLDER / "published") -> dict[str, HostCalibra
     paths = [path for path in sorted(folder.glob("[!.]*.json")) if path.name != "chips.json"]
     published = {path.stem: read_calibration(path) for path in paths}
     chips = json.loads((folder / "chips.json").read_text(encoding="utf-8"))["chips"] if paths else []
-    for chip in map(HostCalibration.model_validate, chips):
-        name = chip.machine.host
-        published[f"{name}-sheet" if name in published else name] = chip
-    return published
+    return published | {chip.machine.host: chip for chip in map(HostCalibration.model_validate, chips)}
 
 
 # ---- Which curves to plan with, and what to measure
