@@ -206,7 +206,7 @@ def test_gathered_parts_are_scattered_to_any_division_bit_for_bit(world, folder,
         ({"model_type": "gemma3"}, [1, 1], "type gemma3; it knows llama"),
         ({}, [1, 1, 1], "3 ranks, but the model has only 2 KV heads; use fewer ranks"),
         ({"quantization": {"group_size": 32, "bits": 4}}, [1, 1], "only 32 MLP columns in groups of 32"),
-        ({"intermediate_size": None}, [1, 1], "needs intermediate_size"),
+        ({"intermediate_size": None}, [1, 1], "has no intermediate_size"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(changes: dict[str, Any], weights: list[float], message: str) -> None:
