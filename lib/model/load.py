@@ -36,7 +36,8 @@ def load(settings: ModelSettings, seed: int, lazy: bool = False) -> nn.Module:
     folder, where = resolve(settings.path, settings.revision), f"model.path {settings.path}"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     packed = config.get("quantization_config") or {}  # PyTorch's, of which mlx-lm reads some, or MLX's
-    method = packed.get("quant_method") or ("load_in_4bit" in packed and "bitsandbytes")
+    unnamed = "bitsandbytes" if "load_in_4bit" in packed else "an unnamed method"
+    method = packed.get("quant_method") or ("quantization" not in config and packed and unnamed)
     mx.random.seed(seed)
     options: dict[str, Any] = {"lazy": True, "trust_remote_code": settings.trust_remote_code}
     try:
